@@ -165,6 +165,15 @@ async def test_request_of_too_many_parts_is_refused_unread(path: str, body: dict
         assert reply.status == 400 and f"more than {MAX_VALUES} lists and objects" in await reply.text()
 
 
+async def test_unknown_key_of_an_episode_is_refused():
+    async with (
+        served(["x"]) as (origin, _),
+        aiohttp.ClientSession() as http,
+        http.post(f"{origin}/episodes", json={"sed": 1}) as refused,
+    ):
+        assert refused.status == 400 and "Did you mean 'seed'" in await refused.text()
+
+
 async def test_unused_episode_is_ended():
     async with served(["x"], idle_s=0.3) as (origin, recorded), aiohttp.ClientSession() as http:
         async with http.post(f"{origin}/episodes") as reply:

@@ -28,7 +28,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from polyturn.core.errors import PolyturnError, one_line
+from polyturn.core.errors import PolyturnError, did_you_mean, one_line
 from polyturn.core.serde import to_json
 from polyturn.core.task import Task
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
@@ -199,6 +199,9 @@ class OpenAIService:
     async def _create(self, request: Request) -> Response:
         self.endpoint.check_token(request)
         body = await read_object(request, may_be_empty=True)
+        if unknown := [name for name in body if name not in ("metadata", "seed")]:
+            hint = did_you_mean(unknown[0], ("metadata", "seed"))
+            raise BadRequest(f"an episode has no {unknown[0]!r}.{hint} Other values go into metadata", param=unknown[0])
         num_live = sum(id.startswith("served/") for id in self._visits)  # including episodes that have yet to open
         if self.is_stopping or num_live >= self._max_episodes:
             why = "the server is stopping" if self.is_stopping else f"all {num_live} episodes are in use"
