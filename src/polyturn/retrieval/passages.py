@@ -112,7 +112,7 @@ def _passage(row: Any, *, where: str, number: int) -> Passage:
 
 def _of_text(path: Path, *, name: str) -> Iterator[Passage]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # without a byte order mark, which would hide a heading
     except (OSError, UnicodeDecodeError) as problem:
         raise DataError(f"{path} cannot be read as text in UTF-8: {one_line(problem)}") from problem
     yield from cut(text, name=name)

@@ -109,6 +109,11 @@ def test_texts_are_cut_at_paragraphs_with_their_headings():
     assert len({p.id for p in pieces}) == len(pieces)
 
 
+def test_byte_order_mark_does_not_hide_a_heading(tmp_path: Path):
+    (tmp_path / "a.md").write_text("# Oslo\n\nA city.", encoding="utf-8-sig")
+    assert [p.title for p in read_passages(tmp_path / "a.md")] == ["a.md: Oslo"]
+
+
 def test_folder_of_texts_is_read_file_by_file(tmp_path: Path):
     (tmp_path / "b.txt").write_text("second")
     (tmp_path / "a").mkdir()
