@@ -1,6 +1,7 @@
 """The public functions `polyturn.train`, `polyturn.evaluate`, `polyturn.rollout`, and the runs that they and the CLI start.
 
-front.py        the functions                      given.py      their arguments, as a configuration
-training.py     a training run, start to end       run.py        their result
-event_loop.py     inside a running event loop        console.py, folders.py, ranks.py, signals.py   helpers of a run
+front.py                       the functions              given.py, given_rows.py, keywords.py   arguments -> configuration
+training.py, warm_starting.py  a training run             run.py, show.py                        its result
+evaluating.py, rolling.py      runs without training      stepping.py, dry_run.py                `steps`, and a dry run
+event_loop.py                  inside a running loop      console.py, folders.py, signals.py, step_size.py   helpers of a run
 """

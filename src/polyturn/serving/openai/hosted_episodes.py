@@ -2,7 +2,7 @@
 
     POST   /v1/chat/completions …      without an episode: each request is independent
     POST   /episodes                   {"metadata": {…}, "seed": 1}  ->  {"id", "base_url", …, "api_key", "reward_key"}
-    GET    /episodes/ID                ->  {"status": "live" | "ended", "num_calls": 3}
+    GET    /episodes/ID                ->  {"status": "live", "num_calls": 3} or {"status": "ended", "stop_reason", "error"}
     POST   /episodes/ID/end            {"reward": 1.0} or {}  ->  the trajectory, with its tokens
     GET    /episodes/ID/trajectory     the same, later
 
