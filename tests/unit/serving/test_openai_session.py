@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -21,6 +22,7 @@ from polyturn.rollout.limits import Limits
 from polyturn.rollout.run_episode import run_episode
 from polyturn.serving.listen import bind
 from polyturn.serving.openai import endpoint
+from polyturn.serving.openai.chat import token_logprobs
 from polyturn.serving.openai.chat_request import BadRequest, ChatRequest
 from polyturn.serving.openai.endpoint import EndpointOptions, ModelEndpoint
 from polyturn.serving.openai.scheduler import BlackBox, SessionScheduler
@@ -139,6 +141,15 @@ async def test_tool_answers_continue_the_segment():
     assert len(t.segments) == 1 and t.reward is not None and t.reward.total == 1.0 and t.reward.info == {"note": "right"}
     assert '"name": "lookup"' in CODEC.decode(t.segments[0].token_ids[:200]), "the agent's tools are in the prompt"
     assert t.turns[0].observation[0].name == "lookup"
+
+
+async def test_logprobs_of_an_engine_without_any_are_empty():
+    class Asking(SessionScheduler):
+        async def run_agent(self, episode: Episode, session: AgentSession) -> None:
+            (one,) = await session.ask(ChatRequest(messages=[user("a")], wants_texts=True))
+            assert token_logprobs(dataclasses.replace(one, logprobs=None)) == []
+
+    assert (await run_episode(scripted_context(["x"], scheduler=Asking()), task(), id="e")).error is None
 
 
 async def test_call_without_tools_is_text():

@@ -166,11 +166,12 @@ def usage(responses: Sequence[ChatResponse]) -> dict[str, Any]:
 
 
 def token_logprobs(one: ChatResponse) -> list[dict[str, Any]]:
-    """Return the sampled tokens with their logprobs, as the chat API lists them."""
-    values = [] if one.logprobs is None else one.logprobs.tolist()
+    """Return the sampled tokens with their logprobs, as the chat API lists them; none if the engine has no logprobs."""
+    if one.logprobs is None:
+        return []
     return [
         {"token": text, "logprob": max(value, LEAST_LOGPROB), "bytes": list(text.encode()), "top_logprobs": []}
-        for text, value in zip(one.texts, values, strict=True)
+        for text, value in zip(one.texts, one.logprobs.tolist(), strict=True)
     ]
 
 
