@@ -24,6 +24,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from polyturn.core.errors import ConfigError
+from polyturn.infra.aio import finish
 from polyturn.serving.auth import ServerRules, check_token, is_loopback
 
 logger = logging.getLogger(__name__)
@@ -170,7 +171,9 @@ async def serving(app: Any, rules: ServerRules, bound: socket.socket, **options:
     finally:
         up.cancel()
         server.should_exit = True
-        await running
+        _, cancelled = await finish(running)  # a second cancellation would leave the port open
+        if cancelled is not None:
+            raise cancelled
 
 
 async def serve_until_signal(

@@ -185,3 +185,22 @@ async def test_work_for_a_client_that_leaves_is_cancelled():
         await asyncio.wait_for(begun.wait(), 30)
         writer.close()
         await asyncio.wait_for(ended.wait(), 30)
+
+
+async def test_port_is_free_after_two_cancellations():
+    bound, is_up = bind("127.0.0.1", 0), asyncio.Event()
+    port = bound.getsockname()[1]
+
+    async def hold() -> None:
+        async with serving(Starlette(), ServerRules(), bound):
+            is_up.set()
+            await asyncio.Event().wait()
+
+    holding = asyncio.create_task(hold())
+    await is_up.wait()
+    for _ in range(2):
+        holding.cancel()
+        await asyncio.sleep(0)
+    await asyncio.wait({holding})
+    with bind("127.0.0.1", port, is_only=True):
+        assert holding.cancelled()
