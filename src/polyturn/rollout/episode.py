@@ -370,12 +370,12 @@ class Episode:
         if speaker is None:
             aside = Aside(label=label, seed=derive_seed(self.seed, "voice", label), is_trained=options.is_trained)
             speaker = self._speakers[label] = self.fork(agent=label, messages=messages, aside=aside)
-            # The conversation's limits do not apply to an aside, except the context, which the model sets.
-            speaker.limits = dataclasses.replace(
-                speaker.limits, max_turns=None, max_user_turns=None, max_tokens=None, max_tokens_per_turn=options.max_tokens
-            )
-            speaker.sample_as(sampled_for(options, self.sampling))
             speaker.list_tools(())
+        # The conversation's limits do not apply to an aside, except the context, which the model sets.
+        speaker.limits = dataclasses.replace(
+            speaker.limits, max_turns=None, max_user_turns=None, max_tokens=None, max_tokens_per_turn=options.max_tokens
+        )
+        speaker.sample_as(sampled_for(options, self.sampling))
         speaker.aside_of = self.turns[-1].index
         # A full rewrite, because the other side of the conversation reads it with the roles exchanged.
         speaker.rewrite(messages)

@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 
 from polyturn.core.errors import EngineError, InteractionError
+from polyturn.core.generation import GenerateRequest
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.snapshots import SnapshotHooks
 from polyturn.core.task import InteractionRef
 from polyturn.core.trajectory import SpanSource, Trajectory
+from polyturn.interactions.base import SpeakOptions, ViewInteraction
 from polyturn.interactions.registry import initialize_interactions_from_config
 from polyturn.interactions.roles import OPENING, SILENCE, flipped
 from polyturn.interactions.simulated_user import SimulatedUser
@@ -26,6 +28,7 @@ from polyturn.rollout.limits import Limits
 from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context, task, tiny_codec
 from polyturn.testing.suites.interaction import check_interaction
+from support.parts import seen_script
 from support.policies import Speaker
 from support.refusals import refuses_later
 from support.services import serve
@@ -253,6 +256,23 @@ async def test_own_model_as_the_user_is_trained_if_configured() -> None:
     context = scripted_context(voices, interactions={"user": partner}, limits=Limits(max_turns=4))
     found = await run_episode(context, about_goal(), id="e")
     assert all(segment.loss_weights.any() for segment in found.segments if segment.agent == "user")
+
+
+async def test_each_reply_of_the_own_model_has_its_options() -> None:
+    class Guest(ViewInteraction):
+        stateless = True
+
+        async def respond(self, view: Any, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any) -> Any:
+            number = view.num_user_turns + 1
+            said = await view.speak(messages, SpeakOptions(max_tokens=2 * number, temperature=0.5 * number))
+            return number == 2, said.text, 0.0, {}
+
+    seen: list[GenerateRequest] = []
+    script = seen_script(["one two three four five six"], seen)
+    found = await run_episode(scripted_context(script, interactions={"user": Guest()}), about_goal(), id="e")
+    assert found.error is None
+    asides = [request.sampling for request in seen if "#" in str(request.session_id)]
+    assert [(s.max_tokens, s.temperature) for s in asides] == [(2, 0.5), (4, 1.0)]
 
 
 async def test_own_model_cannot_speak_without_a_run() -> None:
