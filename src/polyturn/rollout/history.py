@@ -322,7 +322,10 @@ class History:
 
     def play_as(self, agent: str) -> None:
         """Set the agent's name, before the prompt is shown."""
+        last = self.last
         self.set_prompt(self._messages, agent=agent)
+        if last is not None:
+            self.edit(self._messages, (), last)
 
     def record(self, turn: OpenTurn, reply: Reply) -> StopReason | None:
         """Record the reply to the turn; unless it ends the episode, the next prompt contains its messages.

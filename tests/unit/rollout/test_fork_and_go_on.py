@@ -381,3 +381,13 @@ async def test_second_go_on_after_one_turn_fails_the_trajectory(keeps: tuple[Any
     context = scripted_context(["one two three", "x"], scheduler=Steps(twice))
     t = await run_episode(context, task(data_source=None), id="e")
     assert t.error is not None and "`go_on` was called twice" in t.error
+
+
+async def test_message_goes_on_if_its_agent_is_named_later() -> None:
+    class Solver(MultiTurnScheduler):
+        async def on_trajectory_start(self, episode: Any) -> None:
+            episode.rewrite([*episode.messages, {"role": "assistant", "content": "It is"}], goes_on=True)
+            episode.play_as("solver")
+
+    t = await play([" four"], Solver())
+    assert t.messages[-1].text == "It is four" and t.segments[0].agent == "solver"
