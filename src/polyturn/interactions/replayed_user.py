@@ -137,7 +137,7 @@ class _ReplayedEpisode(UserTurns):
 
 def _read_file(path: Path, *, who: str) -> dict[str, tuple[Recorded, ...]]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # not at U+2028, which JSON texts may contain
     except (OSError, UnicodeDecodeError) as problem:
         raise ConfigError(f"{who}: the file {str(path)!r} cannot be read: {one_line(problem)}") from problem
     recordings: dict[str, tuple[Recorded, ...]] = {}

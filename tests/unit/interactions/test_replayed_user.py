@@ -76,3 +76,9 @@ async def test_rows_name_recordings_of_a_file(tmp_path: Path) -> None:
 
 async def test_replayed_user_keeps_the_contract() -> None:
     await check_interaction(ReplayedUser({"name": "user"}), turns=TURNS, says=["a", "b"])
+
+
+def test_recording_may_contain_a_line_separator(tmp_path: Path) -> None:
+    line = json.dumps({"id": "a", "turns": ["one\u2028two"]}, ensure_ascii=False)
+    (tmp_path / "talks.jsonl").write_text(line, encoding="utf-8")
+    ReplayedUser({"file": "talks.jsonl"}, base=tmp_path).check_row({"recording": "a"})
