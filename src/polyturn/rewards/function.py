@@ -188,7 +188,7 @@ def extra_info(trajectory: Trajectory, tool_rewards: Mapping[str, float | None])
     """
     infos: dict[str, Any] = {}
     for turn in trajectory.turns:
-        infos.update({k: v for k, v in turn.info.items() if not k.startswith("_")})
+        infos.update({k: v for k, v in turn.info.items() if not str(k).startswith("_")})
     turn_scores = [t.scores["interaction"] for t in trajectory.turns if "interaction" in t.scores]
     steps = [r.reward for t in trajectory.turns for r in t.tool_results if r.reward is not None]
     return {

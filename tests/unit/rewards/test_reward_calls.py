@@ -304,3 +304,13 @@ async def test_function_that_hangs_after_asking_the_library_fails() -> None:
 async def test_endless_integer_is_not_a_reward() -> None:
     with pytest.raises(RewardError, match="return a finite number"):
         await RewardRouter(function=lambda trajectory: 10**400).score(trajectory(turn()))
+
+
+def test_infos_of_turns_may_have_keys_that_are_no_texts() -> None:
+    made = Turn(
+        index=0,
+        message=Message(role="assistant", content="x"),
+        finish_reason=FinishReason.STOP,
+        info={0: "a", "_b": 1},  # type: ignore[dict-item]
+    )
+    assert extra_info(trajectory(made), {})["rollout_infos"] == {0: "a", "num_turns": 1}
