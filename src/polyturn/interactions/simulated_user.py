@@ -265,7 +265,7 @@ class SimulatedUser(ViewInteraction):
         known = {**kwargs, "goal": goal, "persona": kwargs.get("persona") or settings.persona}
         try:
             instructions = settings.instructions.format_map(known)
-        except (KeyError, IndexError, ValueError) as problem:
+        except (LookupError, AttributeError, TypeError, ValueError) as problem:
             raise DataError(
                 f"{self._who}: the instructions cannot be filled in ({one_line(problem)}); the row has {sorted(known)}, and "
                 "literal braces must be doubled"

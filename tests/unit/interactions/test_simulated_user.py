@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from polyturn.core.errors import EngineError, InteractionError
+from polyturn.core.errors import DataError, EngineError, InteractionError
 from polyturn.core.generation import GenerateRequest
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.snapshots import SnapshotHooks
@@ -30,7 +30,7 @@ from polyturn.testing.episodes import scripted_context, task, tiny_codec
 from polyturn.testing.suites.interaction import check_interaction
 from support.parts import seen_script
 from support.policies import Speaker
-from support.refusals import refuses_later
+from support.refusals import refuses, refuses_later
 from support.services import serve
 
 GOAL = "Book a table for two."
@@ -323,3 +323,9 @@ async def test_user_of_a_further_policy_can_be_snapshotted() -> None:
     partner, _ = further("For two.")
     assert SnapshotHooks.of(partner, label="user").snapshot is not None
     await reply(partner)
+
+
+@pytest.mark.parametrize("field", ["{persona.name}", "{goal[name]}"])
+def test_instructions_that_do_not_fit_the_row_are_refused(field: str) -> None:
+    partner = SimulatedUser({"model": "policy", "instructions": field})
+    refuses(lambda: partner.check_row({"goal": GOAL}), DataError, "cannot be filled in")
