@@ -65,7 +65,7 @@ def variables(trajectory: Trajectory) -> dict[str, float]:
     assert trajectory.reward is not None  # callers pass scored trajectories only
     info = trajectory.reward.info
     numbers = {k: as_score(v) for k, v in info.items() if isinstance(v, bool | int | float | np.number)}
-    return {"reward": trajectory.reward.total, **{k: v for k, v in numbers.items() if v is not None}}
+    return {"reward": trajectory.reward.total, **{k: v for k, v in numbers.items() if v is not None and k != "reward"}}
 
 
 def task_metrics(

@@ -102,3 +102,7 @@ def test_acc_is_the_core_metric_where_returned() -> None:
     assert validation_metrics([group(1.0)]) == {"val-core/a/b/reward/mean@1": 1.0} | {
         f"val-aux/num_turns/{m}": 1.0 for m in ("min", "max", "mean")
     }
+
+
+def test_info_named_reward_does_not_replace_the_reward() -> None:
+    assert repeated_metrics([group(1.0, info=[{"reward": 0.25}])])["a/b"]["reward"]["mean@1"] == 1.0
