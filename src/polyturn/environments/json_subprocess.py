@@ -17,18 +17,21 @@ import contextlib
 import itertools
 import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from polyturn.core.errors import SchedulerError
 from polyturn.core.secrets import passed_on
 from polyturn.infra.process import ManagedProcess
+from polyturn.infra.readable import is_readable
 
 _CACHES = ("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_CACHE", "HF_DATASETS_OFFLINE", "XDG_CACHE_HOME")
 END_S = 5.0
 """Seconds between closing the process's input and killing it."""
 _TAIL_BYTES = 2000
+_LOOK_S = 1.0
+"""Seconds after which a process without output is checked for its end."""
 
 
 class WorkerRefusal(SchedulerError):
@@ -172,9 +175,8 @@ class JsonSubprocess:
 
     def _read(self, process: ManagedProcess, waiting: dict[int, Future[Any]]) -> None:
         """Deliver a process's answers to the requests `waiting`; fail the rest when the process has ended."""
-        assert process.stdout is not None
         with contextlib.suppress(ValueError):  # the output was closed while this thread was reading
-            for line in process.stdout:
+            for line in _lines_of(process):
                 try:
                     reply = json.loads(line)
                     answer = waiting.pop(reply["id"], None)
@@ -188,6 +190,7 @@ class JsonSubprocess:
                 else:
                     answer.set_result(reply.get("value"))
         process.wait(END_S)
+        process.end()  # without output it is of no use; children that outlived it end, too
         while waiting:
             _, answer = waiting.popitem()
             if answer.set_running_or_notify_cancel():
@@ -197,3 +200,22 @@ class JsonSubprocess:
         process = process or self._process
         tail = "" if process is None else process.tail(3)
         return " / ".join(tail.splitlines())[-_TAIL_BYTES:] or "it wrote nothing"
+
+
+def _lines_of(process: ManagedProcess) -> Iterator[bytearray]:
+    """Yield the lines of a process's output until the process ends; its children may keep the output open for longer."""
+    assert process.stdout is not None
+    start_of_line = bytearray()
+    while True:
+        is_alive = process.is_alive
+        if not is_readable(process.stdout.fileno(), timeout_s=_LOOK_S):
+            if not is_alive:
+                return
+            continue
+        data = process.stdout.read1(1 << 16)
+        if not data:
+            return
+        start_of_line += data
+        if b"\n" in data:
+            *lines, start_of_line = start_of_line.split(b"\n")
+            yield from lines

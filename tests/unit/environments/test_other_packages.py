@@ -305,6 +305,29 @@ def test_end_of_a_dead_worker_fails_only_its_own_requests(tmp_path: Path, monkey
     worker.close()
 
 
+@pytest.mark.parametrize("leaves", ["sys.exit(3)", "os.close(1)"])
+def test_request_fails_when_the_worker_stops_answering(tmp_path: Path, leaves: str):
+    script, go = tmp_path / "worker.py", tmp_path / "go"
+    script.write_text(
+        "import json, os, subprocess, sys\n"
+        "wait = 'import pathlib, sys, time\\nwhile not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.01)'\n"
+        "for line in sys.stdin:\n"
+        "    request = json.loads(line)\n"
+        "    if request['do'] == 'leave':\n"
+        "        if 'exit' in sys.argv[2]:\n"
+        "            subprocess.Popen([sys.executable, '-c', wait, sys.argv[1]], start_new_session=True)\n"
+        "        exec(sys.argv[2])\n"
+        "    else: print(json.dumps({'id': request['id'], 'value': 'x' * 300_000}), flush=True)\n"
+    )
+    worker = JsonSubprocess((sys.executable, str(script), str(go), leaves), name="it")
+    try:
+        refuses(lambda: worker.ask("leave", timeout_s=60), SchedulerError, "it: its process has ended")
+        assert worker.ask("work", timeout_s=60) == "x" * 300_000, "by a new process"
+        worker.close()
+    finally:
+        go.touch()
+
+
 def test_worker_has_no_secret_unless_it_is_given_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     script = tmp_path / "worker.py"
     script.write_text(
