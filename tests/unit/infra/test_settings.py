@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
+from pydantic import Field
 
 from polyturn.core.errors import ConfigError
 from polyturn.infra.settings import AtLeastOne, Score, Settings, Text
@@ -14,6 +15,7 @@ class Mine(Settings):
     size: AtLeastOne = 8
     name: Text = "x"
     score: Score | None = 1.0
+    names: Annotated[dict[str, int], Field(min_length=1)] | None = None
 
 
 def test_null_is_none_or_the_default() -> None:
@@ -31,6 +33,7 @@ def test_null_is_none_or_the_default() -> None:
         ({"score": float("nan")}, "score", "nan"),
         ({"score": 1e16}, "score", "1e+16"),
         ({"score": "1"}, "score", "'1'"),
+        ({"names": {}}, "names", "it must be 1 or more items long"),
         ({"siz": 1}, "'siz'", "'size'"),
         ({"name": {"api_key": "sk"}}, "name", "{'api_key': '***'}"),
         ({"api_key": "sk"}, "api_key", "api_key_env"),
