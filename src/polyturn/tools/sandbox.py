@@ -171,6 +171,6 @@ def _number(value: Any, default: float) -> float:
         return default
     try:
         number = float(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         return default
     return number if number > 0 else default

@@ -120,7 +120,7 @@ def fit_box(value: Any, *, width: int, height: int) -> Box | str:
     """Return the region to crop, inside the image and at least `MIN_SIDE` wide and high, or an error message."""
     if not isinstance(value, list | tuple) or len(value) != 4:
         return "'bbox_2d' must be a list of 4 numbers: [left, top, right, bottom]."
-    if not all(isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v) for v in value):
+    if not all(isinstance(v, int | float) and not isinstance(v, bool) and abs(v) < math.inf for v in value):
         return f"'bbox_2d' must hold 4 numbers, not {list(value)!r:.100}."
     left, top = max(0.0, value[0]), max(0.0, value[1])
     right, bottom = min(float(width), value[2]), min(float(height), value[3])

@@ -114,6 +114,7 @@ def test_boxes_are_clipped_and_widened(given: list[float], box: Box) -> None:
         ([1, 2, 3, float("inf")], "4 numbers"),
         ([50, 10, 50, 60], "empty"),
         ([250, 0, 300, 50], "200 x 100"),
+        ([10**400, 0, 300, 50], "200 x 100"),
         ([0, 0, 200, 1], "100 times"),
     ],
 )
