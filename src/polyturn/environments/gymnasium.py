@@ -238,8 +238,11 @@ def _numbers(space: Any, text: str) -> Any:
     size = int(np.prod(space.shape))
     if len(numbers) < size:
         return None
-    action = np.array(numbers[-size:]).astype(space.dtype).reshape(space.shape)
-    return action if space.contains(action) else None
+    written = np.array(numbers[-size:])
+    action = written.astype(space.dtype)
+    is_exact = action.dtype.kind == "f" or np.array_equal(action, written)  # 256 is not a number of 8 bits, 1.7 not whole
+    action = action.reshape(space.shape)
+    return action if is_exact and space.contains(action) else None
 
 
 def _family(id: str) -> str:

@@ -68,6 +68,8 @@ def test_prompt_shows_the_picture_and_the_actions() -> None:
     [
         (gymnasium.spaces.MultiDiscrete([3, 4]), "<action>2 3</action>", [2, 3]),
         (gymnasium.spaces.MultiDiscrete([3, 4]), "<action>2 9</action>", None),
+        (gymnasium.spaces.MultiDiscrete([3, 4]), "<action>1.7 3</action>", None),
+        (gymnasium.spaces.MultiBinary(2), "<action>256 1</action>", None),
         (gymnasium.spaces.Box(-1, 1, (2,)), "0.5 and -1", [0.5, -1.0]),
         (gymnasium.spaces.Box(-1, 1, (2,)), "0.5", None),
         (gymnasium.spaces.Discrete(3, start=-1), "<action>-1</action>", -1),
