@@ -65,7 +65,8 @@ class Trl(Adapter):
         self.live: dict[str, _LiveEnv] = {}
         """Tool instance id -> the environment of a running episode."""
         probe = check_kwargs(self.new, name=name, kwargs=self.kwargs)
-        methods = dict(inspect.getmembers(type(probe), inspect.isfunction))
+        functions = dict(inspect.getmembers(type(probe), inspect.isfunction))
+        methods = [m for m in functions if not isinstance(inspect.getattr_static(probe, m), staticmethod)]
         if "reset" not in methods:
             raise ConfigError(f"env {name!r}: {type(probe).__name__} has no method reset, which begins every episode")
         self.has_reward = "get_reward" in methods

@@ -189,6 +189,14 @@ def test_public_methods_of_a_trl_class_are_tools():
     assert look["name"] == "look" and look["parameters"]["properties"] == {}
 
 
+def test_static_method_of_a_trl_class_is_no_tool(tmp_path: Path):
+    (tmp_path / "game.py").write_text(
+        "class Game:\n    def reset(self): pass\n    def go(self) -> str:\n        'Go.'\n"
+        "    @staticmethod\n    def helper(): pass\n"
+    )
+    assert [tool.name for tool in find_adapter("trl:game.py:Game", base=tmp_path).tools()] == ["go"]
+
+
 def test_trl_episode_has_an_object_of_its_own():
     adapter = find_adapter("trl:counter.py:Counter", {"goal": 3}, base=HERE)
     context = scripted_context(
