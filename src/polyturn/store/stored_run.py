@@ -124,7 +124,7 @@ class StoredRun:
             if name not in kept and (table := self._read_index(name)) is not None:
                 kept[name] = table
         self._parts = {name: kept[name] for name in stamps if name in kept}
-        self._search.keep(same)
+        self._search.keep(stamps.items())
         self.problems = {name: why for name, why in self.problems.items() if name.partition(",")[0] in stamps}
         self._table = self._joined()
         self._stamps = stamps
@@ -181,18 +181,19 @@ class StoredRun:
         """
         query = TextQuery(text=text, is_expression=is_expression, stop=stop)
         query.check()
-        names = self._table[_PART].combine_chunks().dictionary_encode()
-        which, rows = names.indices.to_numpy(), self._table[_ROW].to_numpy()
-        holds_all = np.ones(len(self), np.bool_)
+        now = self._located()
+        names = now._table[_PART].combine_chunks().dictionary_encode()
+        which, rows = names.indices.to_numpy(), now._table[_ROW].to_numpy()
+        holds_all = np.ones(len(now), np.bool_)
         for pattern in query.patterns:
-            holds = np.zeros(len(self), np.bool_)
+            holds = np.zeros(len(now), np.bool_)
             for column in ("id", "task_id"):
-                holds |= query.matches(self._table[column].combine_chunks(), pattern)
+                holds |= query.matches(now._table[column].combine_chunks(), pattern)
             for number, part in enumerate(names.dictionary.to_pylist()):
                 mine = which == number
-                holds[mine] |= np.isin(rows[mine], self._search.rows(part, pattern, query))
+                holds[mine] |= np.isin(rows[mine], now._search.rows((part, now._stamps[part]), pattern, query))
             holds_all &= holds
-        return self._narrowed(self._table.filter(pa.array(holds_all)))
+        return now._narrowed(now._table.filter(pa.array(holds_all)))
 
     def scan(self, read: Callable[[PartFile], T], cache: dict[tuple[str, _Stamp], T]) -> Iterator[tuple[pa.Table, Rows, T]]:
         """Yield for each part its rows of `table()`, their numbers [N] in the part, and the result of `read` on its file.
@@ -201,13 +202,14 @@ class StoredRun:
             read: Reads columns that are not in the table, such as arrays over tokens.
             cache: Keeps the results of `read`, so that the next scan reads only new parts.
         """
-        for old in [key for key in list(cache) if self._stamps.get(key[0]) != key[1]]:
+        now = self._located()
+        for old in [key for key in list(cache) if now._stamps.get(key[0]) != key[1]]:
             cache.pop(old, None)  # another thread may have removed it
-        for key in self._stamps.items():
-            if key not in cache and (value := self._try(key[0], lambda path: read(PartFile(path)))) is not None:
+        for key in now._stamps.items():
+            if key not in cache and (value := now._try(key[0], lambda path: read(PartFile(path)))) is not None:
                 cache[key] = value
             if key in cache:
-                table = self._table.filter(pc.equal(self._table[_PART], key[0]))
+                table = now._table.filter(pc.equal(now._table[_PART], key[0]))
                 yield table, table[_ROW].to_numpy(), cache[key]
 
     def sql(self, query: str, *, stop: threading.Event | None = None) -> pa.Table:
@@ -261,8 +263,9 @@ class StoredRun:
 
     def records(self) -> Iterator[StoredTrajectory]:
         """Yield every trajectory with its position in the run, part by part."""
-        for part, rows in self._by_part():
-            yield from self._read_rows(part, rows)
+        now = self._located()
+        for part, rows in now._by_part():
+            yield from now._read_rows(part, rows)
 
     @property
     def trajectories(self) -> Trajectories:
@@ -282,10 +285,10 @@ class StoredRun:
 
     def groups(self, *, step: int | None = None, split: str | None = None) -> Iterator[TrajectoryGroup]:
         """Yield all groups, or only the groups of one step or split, part by part."""
-        chosen = self.select(step=step, split=split)
+        chosen = self.select(step=step, split=split)._located()
         for part, rows in chosen._by_part():
             groups: dict[tuple[str, int, str], list[Trajectory]] = {}
-            for record in self._read_rows(part, rows):
+            for record in chosen._read_rows(part, rows):
                 groups.setdefault((record.split, record.step, record.group), []).append(record.trajectory)
             for (_, _, group), members in groups.items():
                 yield TrajectoryGroup(id=group, task=members[0].task, trajectories=tuple(members))
@@ -343,19 +346,22 @@ class StoredRun:
         def damaged(row: int, problem: Exception) -> None:
             self._note(f"{part}, row {row}", one_line(problem))
 
-        if _stamp(self.folder / FOLDER / part) != self._stamps.get(part):  # joined or written again since it was listed
-            return self._read_moved(part, rows)
+        if _stamp(self.folder / FOLDER / part) != self._stamps.get(part):
+            chosen = pc.and_(pc.equal(self._table[_PART], part), pc.is_in(self._table[_ROW], pa.array(rows)))
+            return list(self.keep(chosen).records())
         return self._try(part, lambda path: read_rows(PartFile(path), rows, damaged=damaged)) or []
 
-    def _read_moved(self, part: str, rows: Sequence[int]) -> list[StoredTrajectory]:
-        """Return rows of a part that has changed since it was listed, by their keys, from the parts that have them now."""
-        mine = self._table.filter(pc.equal(self._table[_PART], part)).to_pylist()
-        key_of = {row[_ROW]: tuple(row[name] for name in KEY) for row in mine}
+    def _located(self) -> StoredRun:
+        """Return the same rows in the parts that have them now, which may be joined or written again since they were
+        listed; rows that no part has any more are left out."""
+        parts = pc.unique(self._table[_PART]).to_pylist()
+        if all(_stamp(self.folder / FOLDER / part) == self._stamps.get(part) for part in parts):
+            return self
         now = StoredRun(self.folder)
-        row_of_key = {tuple(row[name] for name in KEY): row for row in now._table.to_pylist()}
         self.problems.update(now.problems)
-        here = [location for row in rows if (location := row_of_key.get(key_of[row])) is not None]
-        return [record for location in here for record in now._read_rows(location[_PART], [location[_ROW]])]
+        now.problems = self.problems
+        mine = set(_keys(self._table))
+        return now.keep(pa.array([key in mine for key in _keys(now._table)], pa.bool_()))
 
     def _try(self, name: str, read: Callable[[Path], Any]) -> Any:
         try:
@@ -371,6 +377,10 @@ class StoredRun:
         if name not in self.problems:
             logger.warning("%s is damaged and is skipped (%s); nothing else is affected", self.folder / FOLDER / name, why)
         self.problems[name] = why
+
+
+def _keys(table: pa.Table) -> Iterator[tuple[Any, ...]]:
+    return zip(*(table[name].to_pylist() for name in KEY), strict=True)
 
 
 def _stamp(path: Path) -> _Stamp | None:

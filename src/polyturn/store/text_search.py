@@ -31,6 +31,8 @@ MAX_PATTERN = 500
 MAX_HELD = 1 << 30
 """Bytes of text to keep in memory; further text is read again for each search."""
 TIMEOUT_S = 30.0
+PartKey = tuple[str, tuple[int, int]]
+"""Name of a part, and the time and size of its file."""
 _PIECE = 4096
 """Number of texts between two checks of the deadline."""
 _COLUMNS = {"texts": ("element",)}
@@ -104,16 +106,16 @@ class TextSearch:
     def __init__(self, read: Callable[[str, Callable[[Path], Any]], Any]) -> None:
         """Create a search; `read` reads a part by name and returns None for a missing or damaged one."""
         self._read = read
-        self._held: dict[str, tuple[int, list[_Texts]]] = {}
+        self._held: dict[PartKey, tuple[int, list[_Texts]]] = {}
         self._lock = threading.Lock()
 
-    def keep(self, parts: Iterable[str]) -> None:
+    def keep(self, parts: Iterable[PartKey]) -> None:
         """Drop all parts except these from memory."""
         known = set(parts)
         with self._lock:
-            self._held = {name: cached for name, cached in self._held.items() if name in known}
+            self._held = {key: cached for key, cached in self._held.items() if key in known}
 
-    def rows(self, part: str, pattern: str, query: TextQuery) -> NDArray[np.int64]:
+    def rows(self, part: PartKey, pattern: str, query: TextQuery) -> NDArray[np.int64]:
         """Return the rows of a part with a matching text; empty if the part cannot be read.
 
         Raises:
@@ -126,11 +128,11 @@ class TextSearch:
                 rows.append(texts.row[hits[texts.which]])
         return np.unique(np.concatenate(rows))
 
-    def _texts(self, part: str) -> list[_Texts]:
+    def _texts(self, part: PartKey) -> list[_Texts]:
         with self._lock:
             if part in self._held:
                 return self._held[part][1]
-        texts: list[_Texts] = self._read(part, lambda path: list(_texts_in(PartFile(path)))) or []
+        texts: list[_Texts] = self._read(part[0], lambda path: list(_texts_in(PartFile(path)))) or []
         size = sum(one.distinct.nbytes + one.which.nbytes + one.row.nbytes for one in texts)
         with self._lock:
             if size + sum(of for of, _ in self._held.values()) <= MAX_HELD:

@@ -101,6 +101,24 @@ def test_reader_finds_records_after_a_part_is_written_again(tmp_path: Path) -> N
     refuses(lambda: before.trajectory("g2/0"), DataError, "'g2/0' is in ", "deleted, or written again")
 
 
+def test_search_and_scan_use_parts_as_they_are_now(tmp_path: Path) -> None:
+    with ParquetStore(tmp_path, join_at=2) as store:
+        for step in (2, 1):
+            store.add(group(f"g{step}"), step=step, split="train")
+        store.flush()
+        before, cache = open_store(tmp_path), dict[tuple[str, tuple[int, int]], int]()
+        assert len(before.search("2+2")) == 4
+        store.forget_after(1)
+        assert before.search("2+2").table(["id"])["id"].to_pylist() == ["g1/0", "g1/1"], "g1 has other row numbers now"
+        assert [(rows.tolist(), num) for _, rows, num in before.scan(lambda file: file.num_rows, cache)] == [([0, 1], 2)]
+        store.add(group("g3"), step=3, split="train")
+        store.flush()
+    before = before.select(step=1)
+    assert [p.name for p in list_parts(tmp_path / "trajectories")] == ["part-00001.parquet"], "both parts are joined"
+    assert before.search("2+2").table(["id"])["id"].to_pylist() == ["g1/0", "g1/1"]
+    assert [table["id"].to_pylist() for table, *_ in before.scan(lambda file: file.num_rows, cache)] == [["g1/0", "g1/1"]]
+
+
 def test_scan_goes_on_when_another_thread_drops_old_parts(tmp_path: Path) -> None:
     class Shared(dict[tuple[str, tuple[int, int]], int]):
         def __iter__(self) -> Iterator[tuple[str, tuple[int, int]]]:
