@@ -60,16 +60,28 @@ def main(
     model = build.model_folder(source)
     assert model is not None
     hub = None if push_to is None else _sign_in(push_to)
-    if (model / "config.json").is_file():
+    is_whole = (model / "config.json").is_file()
+    if is_whole:
         _require_weights(model)
         if dtype is not None and not any(model.glob("*.safetensors")):
             raise ConfigError(f"--dtype converts only safetensors files, and {model} has none; remove --dtype")
-        _copy(model, out)
-    else:
-        _merge(model, out, config=config or _config_of(source))
     kept = dtype or _dtype_of_origin(source)
-    if kept is not None:
-        _cast(out, kept)
+    draft = out.with_name(f".{out.name}.draft")  # `out` is either complete or absent
+    shutil.rmtree(draft, ignore_errors=True)
+    try:
+        if is_whole:
+            shutil.copytree(model, draft)
+        else:
+            _merge(model, draft, config=config or _config_of(source))
+        if kept is not None:
+            _cast(draft, kept)
+        if out.is_dir():
+            out.rmdir()  # it is empty
+        draft.rename(out)
+    except OSError as problem:
+        raise CheckpointError(f"{model} cannot be written to {out}: {problem}") from problem
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
     console = Output()
     console.fact("model", f"{out} ({_dtype_of(out) or 'of several dtypes'})")
     console.fact("from", model.parent if model.name == MODEL else model)
@@ -189,20 +201,6 @@ def _require_weights(model: Path) -> None:
                     pass
         except (SafetensorError, OSError) as problem:
             raise CheckpointError(f"the weights in {file} cannot be read ({one_line(problem)})") from problem
-
-
-def _copy(model: Path, out: Path) -> None:
-    """Copy atomically: `out` is either complete or absent."""
-    draft = out.with_name(f".{out.name}.draft")
-    shutil.rmtree(draft, ignore_errors=True)
-    try:
-        shutil.copytree(model, draft)
-        if out.is_dir():
-            out.rmdir()  # it is empty
-        draft.rename(out)
-    except OSError as problem:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise CheckpointError(f"{model} cannot be copied to {out}: {problem}") from problem
 
 
 def _merge(model: Path, out: Path, *, config: Path) -> None:

@@ -83,6 +83,16 @@ def test_export_keeps_the_dtype_of_the_model_it_started_from(run: Path, tmp_path
     assert kinds(tmp_path / "wide") == {torch.float32}
 
 
+def test_interrupted_export_leaves_no_folder(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(model: Path, dtype: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("polyturn.cli.export._cast", interrupted)
+    before = sorted(tmp_path.iterdir())
+    assert call_command(main, "export", run, "-o", tmp_path / "out").code == 130
+    assert sorted(tmp_path.iterdir()) == before
+
+
 def test_export_names_its_checkpoint_and_the_best(run: Path, tmp_path: Path) -> None:
     told = call_command(main, "export", run, "-o", tmp_path / "out").out
     assert "step-000002" in told and "step-000001" in told
