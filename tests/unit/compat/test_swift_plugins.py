@@ -288,3 +288,15 @@ def test_registered_classes_are_checked_when_named(
     monkeypatch.setitem(context_managers, "short", Short)
     refuses(lambda: envs.find("lake"), ConfigError, "envs['lake']", "`rest`", "`reset`")
     refuses(lambda: context_managers.find("short"), ConfigError, "context_managers['short']", "`manage_contexts`")
+
+
+@pytest.mark.parametrize("register", [orms.update, orms.__ior__])
+def test_name_of_another_plugin_is_refused_in_updates(register: Any, tmp_path: Path) -> None:
+    class Ours: ...
+
+    (tmp_path / "other_rewards.py").write_text("class Theirs: ...\n")
+    register({"of_two_files": import_attr("other_rewards.py:Theirs", base=tmp_path)})
+    try:
+        refuses(lambda: register({"of_two_files": Ours}), ConfigError, "'of_two_files'", "Theirs", "Ours")
+    finally:
+        del orms["of_two_files"]

@@ -204,7 +204,8 @@ class LastRound(LossScale):
 
 @pytest.mark.parametrize("name", ["base", "base+ignore_empty_think", "last_round+base", "of_the_last_round", "only_answers"])
 async def test_loss_scale_of_ms_swift_becomes_weights(name: str) -> None:
-    loss_scale_map["only_answers"], loss_scale_map["of_the_last_round"] = OnlyAnswers, LastRound
+    loss_scale_map["only_answers"] = OnlyAnswers
+    loss_scale_map.update(of_the_last_round=LastRound)
     trajectory = await run_episode(scripted_context(["so #### 4"]), task(), id="e")
     (segment,) = trajectory.segments
     scale = build_loss_scale(name, decode=tiny_codec().decode)

@@ -9,6 +9,7 @@ A plug-in may replace a shipped entry; replacing another plug-in's entry is an e
 from __future__ import annotations
 
 import sys
+from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,14 @@ class PluginDict(dict[str, Any]):
                 f"({_name(entry)}); rename one of them"
             )
         super().__setitem__(name, entry)
+
+    # The methods of `dict` would not call `__setitem__`.
+    update = MutableMapping.update
+    setdefault = MutableMapping.setdefault
+
+    def __ior__(self, entries: Any) -> PluginDict:  # type: ignore[override, misc]
+        self.update(entries)
+        return self
 
     def find(self, name: str) -> Any:
         """Return the plug-in with a name.
