@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import re
 import threading
@@ -574,6 +575,17 @@ async def test_reward_functions_get_what_they_get_in_ms_swift() -> None:
     assert [len(ids) for ids in arguments["response_token_ids"]] == [2]
     assert arguments["trajectory_inputs"]["g0/0"][0]["messages"][-1]["content"] == "b"
     assert arguments["trainer_state"].global_step == 0
+
+
+def half_of_solved(completions: Any, solution: Any) -> Any:
+    return [0.5 * (s == "4") for s in solution]
+
+
+@pytest.mark.parametrize("function", [half_of_solved, functools.partial(half_of_solved), Waits])
+async def test_function_gets_only_the_columns_that_it_names(function: Any) -> None:
+    orms[name := f"of_{type(function).__name__}"] = function
+    trajectory = await play_swift(stepping(), ["a"], max_turns=1)
+    assert (await score(trajectory, [name]))["score"] == 0.5
 
 
 @pytest.mark.parametrize(

@@ -131,12 +131,9 @@ def _arguments(trajectory: Trajectory, rows: Sequence[Mapping[str, Any]]) -> dic
 
 
 async def _call(function: Any, arguments: Mapping[str, Any]) -> Any:
-    method = function.__call__
-    takes = (
-        dict(arguments) if takes_any_keyword(method) else {k: v for k, v in arguments.items() if has_parameter(method, k)}
-    )
-    takes.pop("completions", None)
-    return await _threads().call(functools.partial(method, arguments["completions"], **takes))
+    takes_all = takes_any_keyword(function)
+    takes = {k: v for k, v in arguments.items() if k != "completions" and (takes_all or has_parameter(function, k))}
+    return await _threads().call(functools.partial(function, arguments["completions"], **takes))
 
 
 def _checked(returned: Any, function: Any, *, name: str, num: int) -> list[float | None]:
