@@ -588,6 +588,18 @@ async def test_function_gets_only_the_columns_that_it_names(function: Any) -> No
     assert (await score(trajectory, [name]))["score"] == 0.5
 
 
+async def test_reward_registered_again_replaces_the_old_one() -> None:
+    trajectory = await play_swift(stepping(), ["a"], max_turns=1)
+    for value in (0.25, 0.75):
+
+        class Fixed(ORM):
+            def __call__(self, completions: Any, value: float = value, **kwargs: Any) -> Any:
+                return [value]
+
+        orms["edited"] = Fixed
+        assert (await score(trajectory, ["edited"]))["score"] == value
+
+
 @pytest.mark.parametrize(
     ("names", "options", "error", "words"),
     [

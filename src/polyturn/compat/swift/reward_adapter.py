@@ -77,13 +77,17 @@ async def score(
     return {**{name: column[-1] for name, column in named if column[-1] is not None}, "score": totals[-1]}
 
 
-@functools.cache
 def make(names: tuple[str, ...], options: str) -> tuple[Any, ...]:
-    """Create the named reward functions.
+    """Create the named reward functions, once for the same classes and options.
 
     Raises:
         ConfigError: a name is unknown, or its function cannot be created.
     """
+    return _make(names, tuple(id(orms.find(name)) for name in names), options)
+
+
+@functools.cache
+def _make(names: tuple[str, ...], entries: tuple[int, ...], options: str) -> tuple[Any, ...]:
     args = SimpleNamespace(**json.loads(options))
     return tuple(_create(orms.find(name), name=name, args=args) for name in names)
 
