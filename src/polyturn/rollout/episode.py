@@ -448,7 +448,7 @@ class Episode:
                 otherwise all of it is ordinary text.
 
         Raises:
-            SchedulerError: there is no turn to continue, its text does not begin with `keep`, or it already goes on.
+            SchedulerError: there is no turn to continue, or its text does not begin with `keep`.
         """
         history_edits.go_on(self.history, addition, keep=keep, is_trusted=is_trusted)
         return Reply(goes_on=True)

@@ -66,8 +66,6 @@ def go_on(history: History, addition: str | Sequence[int] | Ids, *, keep: str | 
         raise SchedulerError("there is no turn to go on with; `go_on` continues the last one")
     if isinstance(history.next, Render):
         raise SchedulerError("the history was rewritten before `go_on`; pass `goes_on=True` to `rewrite` instead")
-    if isinstance(history.next, Continue):
-        raise SchedulerError("`go_on` was called twice after one turn; call it once, with the whole addition")
     if history.waiting:
         raise SchedulerError(BOTH)
     turn, codec = history.turns[-1], history.encoder.codec

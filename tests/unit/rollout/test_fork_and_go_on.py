@@ -372,17 +372,6 @@ def test_run_names_tools_whose_state_forks_share(tool: Notes, is_named: bool, ca
     assert ("'note'" in caplog.text) is is_named
 
 
-@pytest.mark.parametrize("keeps", [(2, None), (None, 2)])
-async def test_second_go_on_after_one_turn_fails_the_trajectory(keeps: tuple[Any, Any]) -> None:
-    def twice(episode: Any, turn: Any) -> Any:
-        episode.go_on("A", keep=keeps[0])
-        return episode.go_on("B", keep=keeps[1])
-
-    context = scripted_context(["one two three", "x"], scheduler=Steps(twice))
-    t = await run_episode(context, task(data_source=None), id="e")
-    assert t.error is not None and "`go_on` was called twice" in t.error
-
-
 async def test_message_goes_on_if_its_agent_is_named_later() -> None:
     class Solver(MultiTurnScheduler):
         async def on_trajectory_start(self, episode: Any) -> None:
