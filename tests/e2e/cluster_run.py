@@ -27,7 +27,8 @@ class Always:
     """Reads every text as a call of `shout`."""
 
     def parse(self, text, *, id_prefix="call", tools=()):
-        call = ToolCall(id=f"{id_prefix}_0", name="shout", arguments={"text": "squeak"}, raw=text)
+        words = "squeak" if id_prefix == "call_0" else "squeak again"
+        call = ToolCall(id=f"{id_prefix}_0", name="shout", arguments={"text": words}, raw=text)
         return ParsedTurn(text, (call,))
 
 
@@ -40,6 +41,11 @@ def shout(text: str) -> str:
     """
     with (HERE / "calls.log").open("a") as log:
         log.write(f"{os.getpid()}\\n")
+    if text == "squeak again" and (HERE / "hold").exists():
+        with (HERE / "held.log").open("a") as log:
+            log.write(f"{os.getpid()}\\n")
+        while (HERE / "hold").exists():
+            time.sleep(0.01)
     if (HERE / "slow").exists():
         time.sleep(0.3)
     return text.upper()

@@ -51,15 +51,22 @@ def train(folder: Path, *settings: str, count: int = 2):
 
 
 def killing_workers(folder: Path, *, all_of_them: bool = False) -> threading.Thread:
-    """Kill the worker that called a tool last, once there were a few calls; or all, once there is a checkpoint."""
-    log, checkpoint = folder / "calls.log", folder / "runs" / "tiny" / "checkpoints" / "step-000001"
+    """Kill a worker within a tool call; or all of them, once there is a checkpoint.
+
+    The call belongs to an episode that has a complete turn, and does not return until its worker is dead.
+    """
+    checkpoint, hold, held = folder / "runs" / "tiny" / "checkpoints" / "step-000001", folder / "hold", folder / "held.log"
+    if not all_of_them:
+        hold.touch()
 
     def watch() -> None:
-        wait_until(checkpoint.exists if all_of_them else log.exists)
-        before = len(calls_of(folder)) if all_of_them else 0
-        wait_until(lambda: len(calls_of(folder)) >= before + 8)
-        for pid in set(calls_of(folder)) if all_of_them else calls_of(folder)[-1:]:
+        if all_of_them:
+            wait_until(checkpoint.exists)
+            hold.touch()
+        wait_until(lambda: held.exists() and "\n" in held.read_text())
+        for pid in set(calls_of(folder)) if all_of_them else {int(held.read_text().split()[0])}:
             os.kill(pid, signal.SIGKILL)
+        hold.unlink()
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
