@@ -33,6 +33,8 @@ GRACE_S = 1.0
 """Seconds that cancelled code may take to clean up."""
 MAX_ABANDONED = 64
 """The most calls of one plug-in that may run past their deadline; with more, the run ends."""
+_ROUNDING_S = 1e-6
+"""Seconds below which a rest is a rounding error: a timer for it could ring at the same reading of the clock for ever."""
 
 _BEGIN_AT_ONCE: dict[str, Any] = {"eager_start": True} if sys.version_info >= (3, 12) else {}
 
@@ -190,7 +192,7 @@ class CallWithDeadline:
             task = asyncio.Task(called, loop=asyncio.get_running_loop(), name=name, **_BEGIN_AT_ONCE)
         try:
             rest_s = limit_s
-            while not task.done() and rest_s > 0:
+            while not task.done() and rest_s > _ROUNDING_S:
                 await self._alarms().wait(task, rest_s)
                 rest_s = limit_s - clock.seconds
             if not task.done():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import random
 import threading
 from functools import partial
 from typing import Any
@@ -292,6 +293,16 @@ async def test_concurrent_calls_are_late_each_at_its_own_deadline() -> None:
     await asyncio.gather(*map(is_late, (0.9, 0.1, 0.6, 0.35)))
     assert await quick == "done"
     assert late == [0.1, 0.35, 0.6, 0.9]
+
+
+@virtual
+async def test_deadlines_hold_wherever_the_clock_stands() -> None:
+    """The sum of a reading and a deadline may be rounded up, so that the clock shows a hair less than the deadline."""
+    one, rng = bounded(timeout_s=5), random.Random(0)
+    for _ in range(300):
+        await asyncio.sleep(rng.random() * 10)
+        with pytest.raises(DeadlineError):
+            await one.run(partial(asyncio.sleep, 60))
 
 
 async def test_late_plain_function_is_left_in_its_thread() -> None:
