@@ -238,7 +238,7 @@ async def test_swift_scheduler_plays_an_episode_on_one_connection(guess: OpenEnv
     infos = reward_rows(trajectory)[0]["rollout_infos"]
     assert infos["step_rewards"] == pytest.approx([-0.1, -0.1, 0.0, 1.0]), "one episode, whose number stays the same"
     told = [m.text for m in trajectory.messages if m.role == "user"]
-    assert "Guess from 1 to 9." in told[0] and told[3].startswith("The action is refused: ")
+    assert "Guess from 1 to 9." in told[0] and told[3].startswith('"The action is refused: ')
 
 
 async def test_swift_scheduler_names_a_server_that_is_not_there() -> None:
