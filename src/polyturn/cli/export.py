@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import httpx
 import typer
 from safetensors import SafetensorError, safe_open
 
@@ -116,6 +115,7 @@ def _push(hub: HfApi, folder: Path, name: str) -> str:
 @contextlib.contextmanager
 def _hub_errors(name: str) -> Iterator[None]:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
+    from huggingface_hub.utils import httpx  # the client that this release uses: httpx or httpx2
 
     where = f"--push-to-hub {name}"
     try:

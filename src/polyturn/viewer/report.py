@@ -20,10 +20,10 @@ from typing import Any
 from polyturn.core.errors import DataError
 from polyturn.viewer.curves import Window
 from polyturn.viewer.highlights import NUM_HIGHLIGHTS
-from polyturn.viewer.pages import STATIC
 from polyturn.viewer.panels import panels_of
 from polyturn.viewer.run_view import MAX_CURVES, RunView
 
+STATIC = Path(__file__).parent / "static"
 MAX_TOKENS = 3000
 """Number of a segment's tokens to show, from the beginning."""
 _POLICY = "img-src data:; base-uri 'none'; form-action 'none'"
