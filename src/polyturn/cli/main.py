@@ -20,7 +20,7 @@ from typer.core import TyperGroup
 
 import polyturn
 from polyturn.cli.end_process import end_process
-from polyturn.core.errors import ConfigError, PolyturnError
+from polyturn.core.errors import ConfigError, PolyturnError, raised_at
 from polyturn.core.printable import printable
 from polyturn.core.secrets import hide, secret_variables
 from polyturn.infra.plugins import NAMESPACES, offered
@@ -151,7 +151,8 @@ def guarded(run: Callable[[], object]) -> None:
     try:
         run()
     except PolyturnError as problem:
-        _refuse(str(problem))
+        at = raised_at(problem)
+        _refuse(str(problem) if at in str(problem) else f"{problem}{at}")
     except OSError as problem:
         if problem.errno not in _FULL:
             raise
