@@ -92,7 +92,8 @@ def _nearest(key: str, value: Any, known: Mapping[str, Any], path: KeyPath, ever
     near = f"{dotted(path)}." if path else ""
     if close := get_close_matches(key, known, n=2, cutoff=CLOSE):
         return f" Did you mean {' or '.join(repr(near + name) for name in close)}?"
-    if (ours := suggestion(key, value)) and "train.groups_per_step" in everywhere():
+    is_about_training = "train.groups_per_step" in everywhere() and path[:1] != ("evaluation",)
+    if is_about_training and (ours := suggestion(key, value)):
         return f" It is another trainer's name; write {ours}."
     # Next in other sections: a correctly spelt key is more likely in the wrong section than misspelt.
     elsewhere = [k for k in everywhere() if k.rpartition(".")[2] == key] or nearest_keys(key, everywhere())
