@@ -215,16 +215,24 @@ class TaskDataset(TaskSequence):
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    def _task(self, index: int) -> Task:
+    def where(self, index: int) -> str:
+        """Return the file and the line or row of task `index`, for messages."""
+        part, number = self._located(index)
+        return part.where(number)
+
+    def _located(self, index: int) -> tuple[Rows, int]:
+        """Return the part with task `index`, and the number of its row there."""
         part = bisect.bisect_right(self._ends, index)
-        number = index - (self._ends[part - 1] if part else 0)
-        source = self._parts[part]
-        row = source.row(number)
+        return self._parts[part], index - (self._ends[part - 1] if part else 0)
+
+    def _task(self, index: int) -> Task:
+        part, number = self._located(index)
+        row = part.row(number)
         if self._columns and isinstance(row, Mapping):
             # A renamed column is kept under its new name only: interactions and rewards get all further columns of a row.
             others = {key: value for key, value in row.items() if key not in self._columns.values()}
             row = others | {key: row[own] for key, own in self._columns.items() if own in row}
-        return task_from_row(row, index=index, split=self.split, source=str(source.path), row_number=number)
+        return task_from_row(row, index=index, split=self.split, source=str(part.path), where=part.where(number))
 
 
 def generate_tasks(
@@ -305,7 +313,8 @@ def check_tasks(
     unknown: Counter[str] = Counter()
     seen: dict[str, int] = {}
     for index, task in enumerate(tasks):
-        where = f"{name}, task {task.id!r} (number {index})"
+        at = tasks.where(index) if isinstance(tasks, TaskSequence) else f"number {index}"
+        where = f"{name}, task {task.id!r} ({at})"
         if seen.setdefault(task.id, index) != index:
             raise DataError(f"{where}: task number {seen[task.id]} has the same id; an id must be unique in its dataset")
         try:

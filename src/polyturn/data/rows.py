@@ -48,7 +48,7 @@ _TYPED = _PARTNERS | {"id", "prompt", "data_source", "ground_truth", "reward_mod
 """Keys of a row that become fields of the task. All other keys, and the rest of `extra_info`, go to `Task.extra`."""
 
 
-def task_from_row(row: Mapping[str, Any], *, index: int, split: str, source: str, row_number: int | None = None) -> Task:
+def task_from_row(row: Mapping[str, Any], *, index: int, split: str, source: str, where: str | None = None) -> Task:
     """Return the task of a row.
 
     A row's `extra_info` may have `interaction_kwargs`, `tools_kwargs` (or `tool_kwargs`) and `tool_selection`, which
@@ -62,12 +62,12 @@ def task_from_row(row: Mapping[str, Any], *, index: int, split: str, source: str
         index: The position in the dataset; the task's id is "<split>-<index>" unless the row has an `id`.
         split: "train", "eval" or "serve".
         source: The file, for error messages.
-        row_number: The row's position in that file, counted from 0; None uses `index`.
+        where: The file and the row's line or number, for error messages; None uses `source` and `index`.
 
     Raises:
         DataError: the row has no prompt, an unknown role, or a value of the wrong type.
     """
-    reader = _RowReader(source, index if row_number is None else row_number)
+    reader = _RowReader(source, f"{source}, row {index}" if where is None else where)
     if is_deep(row):
         reader.fail(f"the row is nested deeper than {MAX_DEPTH} lists and objects; flatten it")
     columns: Any = _plain(row)
@@ -89,9 +89,9 @@ def task_from_row(row: Mapping[str, Any], *, index: int, split: str, source: str
 class _RowReader:
     """Reads one row; its position is part of every error message."""
 
-    def __init__(self, source: str, number: int) -> None:
+    def __init__(self, source: str, where: str) -> None:
         self.source = source
-        self.where = f"{source}, row {number}"
+        self.where = where
 
     def fail(self, what: str) -> NoReturn:
         raise DataError(f"{self.where}: {what}")

@@ -25,6 +25,10 @@ class TaskSequence(Sequence[Task]):
     def _task(self, index: int) -> Task:
         """Return task `index`, in `range(len(self))`."""
 
+    def where(self, index: int) -> str:
+        """Return the file and the line or row of task `index`, or its number, for messages."""
+        return f"number {index}"
+
     @overload
     def __getitem__(self, index: int) -> Task: ...
     @overload
@@ -49,6 +53,9 @@ class Changed(TaskSequence):
 
     def __len__(self) -> int:
         return len(self._tasks)
+
+    def where(self, index: int) -> str:
+        return self._tasks.where(index) if isinstance(self._tasks, TaskSequence) else super().where(index)
 
     def _task(self, index: int) -> Task:
         return self._change(self._tasks[index])
@@ -91,6 +98,10 @@ class Subset(TaskSequence):
 
     def __len__(self) -> int:
         return len(self._indices)
+
+    def where(self, index: int) -> str:
+        number = self._indices[index]
+        return self._tasks.where(number) if isinstance(self._tasks, TaskSequence) else f"number {number}"
 
     def _task(self, index: int) -> Task:
         return self._tasks[self._indices[index]]

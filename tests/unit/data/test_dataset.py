@@ -94,7 +94,7 @@ def test_unreadable_row_is_named_by_its_file_and_place(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", [{"prompt": "p"}] * 3)
     write_jsonl(tmp_path / "b.jsonl", [{"prompt": "ok"}, {"question": "?"}])
     dataset = TaskDataset.open([tmp_path / "a.jsonl", tmp_path / "b.jsonl"], split="train")
-    refuses(lambda: dataset[4], DataError, "b.jsonl, row 1:")
+    refuses(lambda: dataset[4], DataError, "b.jsonl, line 2:")
     (tmp_path / "c.jsonl").write_text('{"prompt": "p"}\n\n{"prompt": \n')
     with pytest.raises(DataError, match=r"c\.jsonl, line 3: .*'\{\"prompt\": '"):
         check_tasks(TaskDataset.open(tmp_path / "c.jsonl", split="train"), tools=(), interactions=())
@@ -179,7 +179,7 @@ def test_unknown_tools_of_kwargs_are_left_out(tmp_path: Path) -> None:
 
 
 def test_two_tasks_may_not_share_an_id(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"task 'same' .number 1.: .*0"):
+    with pytest.raises(DataError, match=r"task 'same' .*\.jsonl, line 2.: .*0"):
         check_tasks(opened(tmp_path, {"id": "same"}, {"id": "same"}), tools=(), interactions=())
 
 

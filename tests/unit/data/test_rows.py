@@ -179,8 +179,8 @@ P: dict[str, Any] = {"prompt": "p"}
     ],
 )
 def test_unusable_row_is_named_with_its_file_number_and_key(row: Any, words: str) -> None:
-    with pytest.raises(DataError, match=r"^tasks.jsonl, row 41: ") as caught:
-        read(row, index=1041, row_number=41)
+    with pytest.raises(DataError, match=r"^tasks.jsonl, line 41: ") as caught:
+        read(row, index=1041, where="tasks.jsonl, line 41")
     assert [word for word in words.split() if word not in str(caught.value)] == [], caught.value
 
 
