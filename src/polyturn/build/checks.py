@@ -353,7 +353,8 @@ def _read_tasks(
 ) -> DatasetSummary:
     """Check every task; return a summary. `also` makes further checks."""
     context = parts.context
-    longest = parts.source.config.rollout.limits.max_prompt_tokens
+    limits = parts.source.config.rollout.limits
+    longest = limits.max_prompt_tokens
     seen = itertools.count()
 
     def measure(task: Task) -> None:
@@ -362,7 +363,12 @@ def _read_tasks(
             context.media.check(media, where=f"{name}, task {task.id!r}")
         elif (length := _too_long(parts, task, name=name)) is not None:
             limit = _prompt_limit(parts)
-            which = "rollout.limits.max_prompt_tokens" if limit == longest else "the model's context"
+            if limit == longest:
+                which = "rollout.limits.max_prompt_tokens"
+            elif limit + 1 == limits.max_context:
+                which = f"rollout.limits.max_context {limits.max_context}"
+            else:
+                which = "the model's context"
             raise DataError(
                 f"{name}, task {task.id!r}: its prompt has {length} tokens and {which} allows {limit}; raise the limit, or "
                 "remove the task (data.drop_long_prompts drops all such tasks)"
@@ -373,4 +379,11 @@ def _read_tasks(
 
     with Progress(f"check {name}", len(tasks)) as bar:
         needs_name = context.require_interaction_name
-        return check_each(context, context.tools, tasks, name=name, needs_name=needs_name, also=measure)
+        summary = check_each(context, context.tools, tasks, name=name, needs_name=needs_name, also=measure)
+    without = summary.interactions.get(None, 0)
+    if 0 < without < len(tasks):
+        logger.info(
+            "%s: %d of %d tasks name no interaction, so their episodes end at the first answer without a tool call",
+            *(name, without, len(tasks)),
+        )
+    return summary

@@ -28,7 +28,7 @@ from polyturn.api.folders import keep_tokenizer, later_run, new_run_folder
 from polyturn.build import model_folder
 from polyturn.cli import train as train_command
 from polyturn.cli.main import COMMANDS, app, guarded, main
-from polyturn.core.errors import CheckpointError, ConfigError
+from polyturn.core.errors import CheckpointError, ConfigError, one_line
 from polyturn.evaluation.report import EvalReport
 from polyturn.infra.folder_lock import hold_folder
 from polyturn.store.stored_run import open_store
@@ -143,6 +143,30 @@ def test_dry_run_shows_task_and_cost_and_writes_nothing(tmp_path: Path):
     assert "clip_low" not in called.out and "null" not in called.out, "a default is not news"
     assert "6 to train on; evaluation sets: greedy (2 tasks)" in called.out
     assert not (tmp_path / "runs").exists() and is_quiet(called)
+
+
+def test_dry_run_counts_tasks_without_an_interaction_and_names_the_limit_of_a_long_prompt(tmp_path: Path):
+    config = write_tiny_run(tmp_path)
+    with (tmp_path / "tasks.jsonl").open("a") as tasks:
+        tasks.write(json.dumps({"id": "rat", "data_source": "tiny", "prompt": "How loud is the rat?"}) + "\n")
+    assert "data.train: 1 of 7 tasks name no interaction" in call("train", config, "--dry-run").err
+    called = call("train", config, "--dry-run", "rollout.limits.max_context=10")
+    assert called.code == 2 and "rollout.limits.max_context 10 allows 9; raise the limit" in called.err
+
+
+def test_error_names_the_line_of_a_plugin_that_raised(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    names: dict[str, Any] = {}
+    exec(compile("\n\ndef reset():\n    1 / 0\n", tmp_path / "maze.py", "exec"), names)
+
+    def failing() -> None:
+        try:
+            names["reset"]()
+        except ZeroDivisionError as problem:
+            raise ConfigError(f"reset raised {one_line(problem)}") from problem
+
+    with pytest.raises(SystemExit):
+        guarded(failing)
+    assert capsys.readouterr().err == "polyturn: reset raised ZeroDivisionError: division by zero (maze.py, line 4)\n"
 
 
 def test_rollout_records_its_tasks(trained: tuple[Path, Called]):
