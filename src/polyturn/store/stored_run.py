@@ -108,11 +108,21 @@ class StoredRun:
         self._stamps: dict[str, _Stamp] = {}
         self._num_listed = 0
         self._search = TextSearch(self._try)
+        self._lock = threading.Lock()  # of `_table` and `_stamps`, which belong together
         self._table = self._joined()
         self.refresh()
 
     def refresh(self) -> bool:
         """Read parts that have changed since the last call; return whether there were any."""
+        with self._lock:
+            return self._refresh()
+
+    def snapshot(self) -> StoredRun:
+        """Return the same rows as a run that does not change when another thread calls `refresh`."""
+        with self._lock:
+            return self._narrowed(self._table)
+
+    def _refresh(self) -> bool:
         listed = {path.name: _stamp(path) for path in list_parts(self.folder / FOLDER)}
         stamps = {name: stamp for name, stamp in listed.items() if stamp is not None}
         if stamps == self._stamps:

@@ -151,6 +151,11 @@ class RunView:
         self._metrics.refresh()
         self._warm_start.refresh()
 
+    def _recorded(self) -> StoredRun:
+        """Return the trajectories recorded so far; other requests may read new ones meanwhile."""
+        self._store.refresh()
+        return self._store.snapshot()
+
     def metrics(self) -> dict[str, Any]:
         """Return the metrics with their meanings, beginning with `FIRST`, and the panels and alarms."""
         self.refresh()
@@ -193,15 +198,15 @@ class RunView:
     def overview(self) -> dict[str, Any]:
         """Return the run's results in tables, described in `viewer/overview.py`, and its configuration."""
         self.refresh()
+        store = self._store.snapshot()
         lines, read = self._metrics.steps(), read_config(self.folder)
         calls = [
-            calls.filter(pc.is_in(calls["row"], pa.array(rows)))
-            for _, rows, calls in self._store.scan(tool_calls, self._calls)
+            calls.filter(pc.is_in(calls["row"], pa.array(rows))) for _, rows, calls in store.scan(tool_calls, self._calls)
         ]
         return {
-            "facts": facts(lines, len(self._store)),
+            "facts": facts(lines, len(store)),
             "before_after": before_after(lines),
-            "stop_reasons": stop_reasons(self._store.table(["stop_reason"])),
+            "stop_reasons": stop_reasons(store.table(["stop_reason"])),
             "tools": tools(calls),
             "settings": settings(read.values),
             "config_problem": read.problem,
@@ -209,8 +214,7 @@ class RunView:
 
     def distributions(self, split: str) -> dict[str, Any]:
         """Return the distributions of a split's trajectories and tokens over its steps."""
-        self._store.refresh()
-        chosen = self._store.select(split=split)
+        chosen = self._recorded().select(split=split)
         parts = list(chosen.scan(token_values, self._values))
         known = of_trajectories(chosen.table()) | {name: of_tokens(name, parts) for name in OF_TOKENS}
         drawn = [
@@ -225,10 +229,9 @@ class RunView:
 
     def highlights(self, num: int) -> list[dict[str, Any]]:
         """Return the keys of at most `num` informative trajectories, with the reasons."""
-        self._store.refresh()
         return [
             {"id": r.trajectory.id, "step": r.step, "split": r.split, "title": title, "why": why}
-            for title, why, r in highlights(self._store, num)
+            for title, why, r in highlights(self._recorded(), num)
         ]
 
     def page(
@@ -289,18 +292,16 @@ class RunView:
         Raises:
             DataError: the value is not a label, there is no such trajectory, or writing fails.
         """
-        self._store.refresh()
         id, step = value.get("id"), value.get("step")
         if not isinstance(id, str) or type(step) is not int:
             raise DataError("a label needs the `id` of a trajectory, a text, and its `step`, a whole number")
-        self._store.record(id, step=step, split=str(value.get("split")))
+        self._recorded().record(id, step=step, split=str(value.get("split")))
         return self._labels.write(value)._asdict()
 
     def _chosen(
         self, wanted: Mapping[str, str], labels: Mapping[tuple[str, int, str], Label], *, stop: threading.Event | None = None
     ) -> StoredRun:
-        self._store.refresh()
-        return narrow(self._store, wanted, labels, stop=stop)
+        return narrow(self._recorded(), wanted, labels, stop=stop)
 
     def groups(self, wanted: Mapping[str, str], *, offset: int = 0, limit: int = 100) -> dict[str, Any]:
         """Return groups with the rewards of their members and their spread, latest first."""
@@ -316,8 +317,7 @@ class RunView:
 
     def timeline(self, *, step: int | None, split: str, limit: int = 400) -> dict[str, Any]:
         """Return the start and time use of each turn in a step's episodes; `step` None is the last step."""
-        self._store.refresh()
-        chosen = self._store.select(step=step, split=split)
+        chosen = self._recorded().select(step=step, split=split)
         if step is None and len(chosen):
             step = pc.max(chosen.table(["step"])["step"]).as_py()
             chosen = chosen.select(step=step)
@@ -347,7 +347,7 @@ class RunView:
         Raises:
             DataError: there is no trajectory with this id.
         """
-        record = self._store.record(id, step=step, split=split)
+        record = self._store.snapshot().record(id, step=step, split=split)
         labels = self._labels.read()
         label = labels.get((record.trajectory.id, record.step, record.split), Label("", ""))
         page = trajectory_page(record, self._tokens(), segment=segment, start=start, page_size=page_size)
@@ -359,8 +359,9 @@ class RunView:
         Raises:
             DataError: there is no trajectory with this id.
         """
-        chosen = self._store.record(id, step=step, split=split)
-        group = self._store.select(step=chosen.step, split=chosen.split, group=chosen.group)
+        store = self._store.snapshot()
+        chosen = store.record(id, step=step, split=split)
+        group = store.select(step=chosen.step, split=chosen.split, group=chosen.group)
         return why_advantage(chosen, group.records(), read_config(self.folder).values)
 
     def _tokens(self) -> TokenTexts:

@@ -58,6 +58,20 @@ def test_facets_are_counted_with_training_first(client: TestClient):
     assert client.get("/api/runs/0/trajectories?min_version=0&max_version=0").json()["total"] == 4
 
 
+def test_step_recorded_while_a_page_is_filtered_appears_later(run: Path):
+    view = RunView(run)
+
+    class Growing(dict[str, str]):
+        def items(self):
+            with ParquetStore(run) as store:
+                store.add(next(open_store(run).groups(step=1)), step=3, split="train")
+            view.refresh()
+            return super().items()
+
+    assert view.page(Growing(split="train"))["total"] == 2
+    assert view.page({"split": "train"})["total"] == 4
+
+
 def test_ranges_of_a_number_hold_every_row_once(client: TestClient):
     steps = [*range(100), 7, 7]
     nothing = {name: pa.nulls(len(steps), SCHEMA.field(name).type) for name in INDEX_COLUMNS}
