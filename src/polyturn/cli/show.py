@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated
 
 import numpy as np
+import pyarrow.compute as pc
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -77,7 +78,7 @@ def main(
             return
         rows = [r for r in stored.table().to_pylist() if split in (None, r["split"]) and step in (None, r["step"])]
         if not rows:
-            raise DataError(_nothing(folder, stored, split=split, where=where))
+            raise DataError(_nothing(folder, stored, split=split, step=step, where=where))
         list_rows(out, folder, rows, limit=limit or MAX_ROWS)
     finally:
         for part, reason in stored.problems.items():
@@ -229,14 +230,21 @@ def _cell(value: object) -> str:
     return "-" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-def _nothing(folder: Path, stored: StoredRun, *, split: str | None, where: str | None) -> str:
-    if stored.problems:
+def _nothing(folder: Path, stored: StoredRun, *, split: str | None, step: int | None, where: str | None) -> str:
+    if stored.problems and not len(stored) and where is None:
         return f"{folder}: none of its {len(stored.problems)} parts of trajectories can be read"
-    conditions = (f" of the split {split!r}" if split else "") + (f" where {where}" if where else "")
-    hint = "" if conditions else "; if it has just started, they appear with its first step"
-    if split is not None and where is None:
-        hint = did_you_mean(split, {str(name) for name in stored.table(["split"])["split"].to_pylist()})
-        hint = f".{hint}"
+    conditions = f" of the split {split!r}" if split is not None else ""
+    conditions += f" of step {step}" if step is not None else ""
+    conditions += f" where {where}" if where is not None else ""
+    if not conditions:
+        hint = "; if it has just started, they appear with its first step"
+    elif split is not None and len(stored) and not len(stored.select(split=split)):
+        hint = f".{did_you_mean(split, {str(name) for name in stored.table(['split'])['split'].to_pylist()})}"
+    elif step is not None and len(chosen := stored.select(split=split)):
+        steps = chosen.table(["step"])["step"]
+        hint = f"; its steps are from {pc.min(steps)} to {pc.max(steps)}"
+    else:
+        hint = ""
     return f"{folder} has no trajectories{conditions}{hint}"
 
 

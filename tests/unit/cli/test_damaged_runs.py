@@ -140,6 +140,10 @@ def test_condition_narrows_the_list(run: Path):
     assert "2 trajectories" in call("show", run, "--where", "step = 1").out
     assert "Columns: " in call("show", run, "--where", "stepp = 1").err
     assert "where step = 9" in call("show", run, "--where", "step = 9").err
+    error = call("show", run, "--step", 99, "--split", "train").err
+    assert "of the split 'train' of step 99; its steps are from 0 to 1" in error, "the split is right"
+    assert "Known: 'train'" in call("show", run, "--step", 99, "--split", "eval/x").err
+    assert call("show", run, "--where", "step = 9", "--split", "train").err.endswith("of the split 'train' where step = 9\n")
     assert "has no recorded trajectories" in call("show", run.parent, "--step", 1).err, "the list of runs has no steps"
     assert "give its id" in call("show", run, "--tokens").err
     shutil.copytree(run, run.parent / "other")
