@@ -62,7 +62,7 @@ class Derivation(NamedTuple):
 def _scaled(group: GroupComparison) -> Derivation:
     if not group.is_scaled or len(group.rewards_G) < 2:
         return _centred(group)
-    value = (group.own - group.mean) / (group.std + group.eps)
+    value = _quotient(group.own - group.mean, group.std + group.eps)
     numbers = f"({_n(group.own)} − {_n(group.mean)}) / ({_n(group.std)} + {group.eps:g})"
     return Derivation("A = (r − mean) / (std + eps)", numbers, value)
 
@@ -87,7 +87,12 @@ def _by_length(group: GroupComparison) -> Derivation:
 def _by_mean(group: GroupComparison) -> Derivation:
     difference = group.own - group.mean
     numbers = f"({_n(group.own)} − {_n(group.mean)}) / ({_n(group.mean)} + {group.eps:g})"
-    return Derivation("A = (r − mean) / (mean + eps)", numbers, difference / (group.mean + group.eps))
+    return Derivation("A = (r − mean) / (mean + eps)", numbers, _quotient(difference, group.mean + group.eps))
+
+
+def _quotient(difference: float, divisor: float) -> float | None:
+    """Return the quotient; None if the divisor is 0, for equal rewards and an eps of 0."""
+    return difference / divisor if divisor else None
 
 
 _OF_GROUP: dict[str, Callable[[GroupComparison], Derivation]] = {

@@ -58,6 +58,13 @@ def test_formula_gives_the_advantage_of_the_estimator(name: str, estimator: Any,
         assert said["numbers"] and said["formula"].startswith("A = ") and len(said["members"]) == 4
 
 
+@pytest.mark.parametrize("name", ["grpo", "maxrl"])
+def test_formula_without_eps_has_no_value_for_equal_rewards(name: str):
+    rows = recorded(group_of([0.0, 0.0]), grpo)
+    answer = why_advantage(rows[0], rows, {"algorithm": {"advantage": {"name": name, "eps": 0}}})
+    assert answer["value"] is None and answer["numbers"].endswith("/ (0 + 0)")
+
+
 def test_advantage_of_another_formula_is_noted():
     rows = recorded(group_of([1.0, 0.0]), rloo)
     assert (
