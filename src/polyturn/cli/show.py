@@ -31,7 +31,7 @@ from polyturn.core.trajectory import Segment, Span, SpanSource, Trajectory
 from polyturn.store.run_folders import find_runs
 from polyturn.store.schema import StoredTrajectory
 from polyturn.store.stored_run import StoredRun, open_store
-from polyturn.viewer.tokens import DROPPED, STOPPED, TokenTexts, why
+from polyturn.viewer.tokens import DROPPED, STOPPED, TokenTexts, is_trained, why
 
 COLOURS = {"system": "dim", "user": "cyan", "tool": "yellow", "assistant": "green"}
 BAD = (("failed", "error", "error is not null"), ("with a tool call that failed", "num_tool_errors", "num_tool_errors > 0"))
@@ -138,13 +138,14 @@ def show_tokens(console: Console, record: StoredTrajectory, texts: TokenTexts) -
     )  # fmt: skip
     if not texts.is_known:
         console.print("the run's folder has no tokenizer, so tokens are shown as ids", style="dim")
+    weights = _trained_weights(record)
     for number, segment in enumerate(record.trajectory.segments):
         begins = "" if segment.parent is None else f", branched off segment {segment.parent[0]} at {segment.parent[1]}"
         of = f" of {segment.agent}" if segment.agent != "assistant" else ""
         console.print(Text.assemble((f"segment {number}", "bold"), f"{of} {len(segment.token_ids)} tokens{begins}"))
-        weights, at = _trained_weights(record, number), 0
+        at = 0
         for span in segment.spans:
-            inside = weights[at : at + len(span)]
+            inside = weights[number][at : at + len(span)]
             at += len(span)
             _span(console, record, segment, span, inside, texts)
 
@@ -252,14 +253,15 @@ def _weights(span: Span) -> np.ndarray:
     return np.ones(len(span), np.float32) if span.weights is None else span.weights
 
 
-def _trained_weights(record: StoredTrajectory, segment: int) -> np.ndarray:
-    """Return [T] the weights used in the loss: 0 if the trajectory was not trained, the spans' weights if unchanged."""
-    weights = record.trajectory.segments[segment].loss_weights
-    if record.trained.dropped is not None or record.trajectory.is_failed or not record.split.startswith("train"):
-        return np.zeros_like(weights)
+def _trained_weights(record: StoredTrajectory) -> list[np.ndarray]:
+    """Return [T] for each segment the weights used in the loss: 0 if the trajectory was not trained, the spans' weights if
+    unchanged."""
+    weights = [segment.loss_weights for segment in record.trajectory.segments]
+    if not is_trained(record.trajectory, record.trained, split=record.split):
+        return [np.zeros_like(of) for of in weights]
     if record.trained.weights is None:
         return weights
-    return np.nan_to_num(record.on_tokens(segment, record.trained.weights))
+    return [np.nan_to_num(of) for of in record.on_tokens(record.trained.weights)]
 
 
 def _with_media(message: Message) -> str:

@@ -109,13 +109,16 @@ class StoredTrajectory:
     split: str
     trained: Trained = field(default_factory=Trained)
 
-    def on_tokens(self, segment: int, values: Floats) -> Floats:
-        """Return [T] an array of `trained` aligned to a segment's tokens, NaN for tokens that were not sampled."""
-        before = sum(int(s.sampled_mask.sum()) for s in self.trajectory.segments[:segment])
-        mask = self.trajectory.segments[segment].sampled_mask
-        out = np.full(len(mask), np.nan, np.float32)
-        out[mask] = values[before : before + int(mask.sum())]
-        return out
+    def on_tokens(self, values: Floats) -> list[Floats]:
+        """Return an array of `trained` as one array [T] per segment, NaN for tokens that were not sampled."""
+        aligned, at = [], 0
+        for segment in self.trajectory.segments:
+            mask = segment.sampled_mask
+            out = np.full(len(mask), np.nan, np.float32)
+            out[mask] = values[at : at + int(mask.sum())]
+            at += int(mask.sum())
+            aligned.append(out)
+        return aligned
 
 
 def upgrade(table: pa.Table) -> pa.Table:

@@ -5,6 +5,7 @@ Long texts are cut, and numbers that JSON cannot represent become strings.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -12,11 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from polyturn.core.arrays import Floats
 from polyturn.core.media import Source
 from polyturn.core.messages import Message
 from polyturn.core.routing import has_route
 from polyturn.core.serde import to_json
-from polyturn.core.trajectory import SpanSource, ToolResult, Trajectory, Turn
+from polyturn.core.trajectory import SpanSource, ToolResult, Trajectory
 from polyturn.store.schema import StoredTrajectory
 from polyturn.viewer.tokens import DROPPED, STOPPED, TokenTexts, is_trained, why, why_weight
 
@@ -44,6 +46,14 @@ def trajectory_page(
         begin = max(0, min(start if n == segment else 0, len(one.segments[n]) - 1))
         pages[n] = slice(begin, min(begin + left, len(one.segments[n])))
         left -= pages[n].stop - begin
+    trained = record.trained
+    arrays = {
+        "advantages": trained.advantages,
+        "policy_logprobs": trained.policy_logprobs,
+        "entropies": trained.entropies,
+        "trained_weights": trained.weights,
+    }
+    on_tokens = {name: None if array is None else record.on_tokens(array) for name, array in arrays.items()}
     reward = None if one.reward is None else plain(to_json(one.reward))
     task = {
         "id": one.task.id,
@@ -65,26 +75,27 @@ def trajectory_page(
         "dropped_meaning": DROPPED.get(record.trained.dropped or "", record.trained.dropped),
         "metrics": plain(to_json(one.metrics)),
         "messages": list(_conversation(one)),
-        "segments": [_segment(record, n, tokens, pages[n]) for n in range(len(one.segments))],
+        "segments": [_segment(record, n, tokens, pages[n], on_tokens) for n in range(len(one.segments))],
         "page_size": page_size,
         "has_tokenizer": tokens.is_known,
     }
 
 
-def _segment(record: StoredTrajectory, number: int, tokens: TokenTexts, window: slice) -> dict[str, Any]:
+def _segment(
+    record: StoredTrajectory,
+    number: int,
+    tokens: TokenTexts,
+    window: slice,
+    on_tokens: Mapping[str, Sequence[Floats] | None],
+) -> dict[str, Any]:
     segment, trained = record.trajectory.segments[number], record.trained
     ids = segment.token_ids[window].tolist()
-    data = {
-        "advantages": trained.advantages,
-        "policy_logprobs": trained.policy_logprobs,
-        "entropies": trained.entropies,
-        "trained_weights": trained.weights,
-    }
-    on_tokens = {k: None if v is None else record.on_tokens(number, v) for k, v in data.items()}
-    used = on_tokens.pop("trained_weights")
+    values = {name: None if of is None else of[number][window] for name, of in on_tokens.items()}
+    recorded, is_sampled = segment.loss_weights[window], segment.sampled_mask[window]
+    used = values.pop("trained_weights")
     if used is None:
-        used = segment.loss_weights * is_trained(record.trajectory, trained, split=record.split)
-    used = np.where(segment.sampled_mask, used, 0.0)
+        used = recorded * is_trained(record.trajectory, trained, split=record.split)
+    used = np.where(is_sampled, used, 0.0)
     spans, at = [], 0
     for span in segment.spans:
         spans.append(
@@ -101,8 +112,8 @@ def _segment(record: StoredTrajectory, number: int, tokens: TokenTexts, window: 
         at += len(span)
     notes = {}
     if trained.weights is not None:
-        for t in np.flatnonzero(segment.sampled_mask[window]).tolist():
-            if (note := why_weight(float(segment.loss_weights[window][t]), float(used[window][t]))) is not None:
+        for t in np.flatnonzero(is_sampled).tolist():
+            if (note := why_weight(float(recorded[t]), float(used[t]))) is not None:
                 notes[window.start + t] = note
     return {
         "agent": segment.agent,
@@ -111,12 +122,12 @@ def _segment(record: StoredTrajectory, number: int, tokens: TokenTexts, window: 
         "start": window.start,
         "ids": ids,
         "texts": tokens.texts(ids),
-        "weights": segment.loss_weights[window].tolist(),
-        "used_weights": used[window].tolist(),
+        "weights": recorded.tolist(),
+        "used_weights": used.tolist(),
         "spans": spans,
         "notes": notes,
-        "logprobs": _numbers(np.where(segment.sampled_mask, segment.logprobs, np.nan)[window]),
-        **{name: None if values is None else _numbers(values[window]) for name, values in on_tokens.items()},
+        "logprobs": _numbers(np.where(is_sampled, segment.logprobs[window], np.nan)),
+        **{name: None if of is None else _numbers(of) for name, of in values.items()},
     }
 
 
@@ -124,29 +135,21 @@ def _conversation(trajectory: Trajectory) -> Any:
     """Yield the messages in order, with tool calls and their results."""
     for message in trajectory.task.prompt:
         yield _message(message, turn=-1, results={})
+    starts = [list(itertools.accumulate(map(len, segment.spans), initial=0)) for segment in trajectory.segments]
     for number, turn in enumerate(trajectory.turns):
         results = {r.call_id: r for r in turn.tool_results}
-        spans = [trajectory.span(ref) for ref in turn.spans]
+        sampled = [ref for ref in turn.spans if trajectory.span(ref).source is SpanSource.SAMPLED]
         yield _message(turn.message, turn=number, results=results) | {
             "finish_reason": turn.finish_reason.value,
             "score": json_number(turn.score),
             "scores": plain(to_json(turn.scores)),
             "timings": plain(to_json(turn.timings)),
             "info": cut(plain(to_json(turn.info))),
-            "num_tokens": sum(len(s) for s in spans if s.source is SpanSource.SAMPLED),
-            "at": _first_token(trajectory, turn),
+            "num_tokens": sum(len(trajectory.span(ref)) for ref in sampled),
+            "at": [sampled[0].segment, starts[sampled[0].segment][sampled[0].span]] if sampled else None,
         }
         for message in turn.observation:
             yield _message(message, turn=number, results={})
-
-
-def _first_token(trajectory: Trajectory, turn: Turn) -> list[int] | None:
-    """Return [segment, token index] of the first sampled token of a turn."""
-    for ref in turn.spans:
-        before = trajectory.segments[ref.segment].spans[: ref.span]
-        if trajectory.span(ref).source is SpanSource.SAMPLED:
-            return [ref.segment, sum(map(len, before))]
-    return None
 
 
 def _message(message: Message, *, turn: int, results: Mapping[str, ToolResult]) -> dict[str, Any]:

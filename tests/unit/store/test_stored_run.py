@@ -54,7 +54,7 @@ def test_training_results_stand_on_sampled_tokens(tmp_path: Path) -> None:
         store.add(group(size=2), step=1, split="train", trained={"g0/0": trained, "g0/1": Trained(dropped="zero_variance")})
     first, second = open_store(tmp_path).records()
     assert first.trained.advantages is not None and first.trained.weights is not None
-    on_tokens = first.on_tokens(0, first.trained.advantages)
+    on_tokens, *_ = first.on_tokens(first.trained.advantages)
     sampled = first.trajectory.segments[0].sampled_mask
     assert np.isnan(on_tokens[~sampled]).all() and on_tokens[sampled].tolist() == [0.5, -0.5]
     assert first.trained.entropies is not None and first.trained.entropies.tolist() == [0.25, 2]

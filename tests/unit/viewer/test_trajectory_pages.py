@@ -6,10 +6,12 @@ import asyncio
 import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from polyturn.core.trajectory import Segment
 from polyturn.rollout.pool import GroupSpec, RolloutPool
-from polyturn.store.schema import StoredTrajectory
+from polyturn.store.schema import StoredTrajectory, Trained
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.viewer.tokens import TokenTexts
 from polyturn.viewer.trajectory_page import trajectory_page
@@ -32,3 +34,27 @@ def test_segments_share_the_room_of_a_page(tmp_path: Path, segment: int, start: 
     page = trajectory_page(record, TokenTexts(tmp_path), segment=segment, start=start, page_size=12)
     assert [(part["start"], len(part["ids"])) for part in page["segments"]] == shown
     assert [part["num_tokens"] for part in page["segments"]] == [10, 10, 10]
+
+
+@pytest.mark.parametrize("name", ["loss_weights", "sampled_mask"])
+def test_page_computes_the_arrays_of_a_segment_few_times(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch):
+    """A page of many segments or tokens takes time in proportion to them."""
+    spec = GroupSpec(id="g", task=task("What is 2+2?", id="t"), size=1)
+    (group,) = asyncio.run(RolloutPool(scripted_context(["four"])).run([spec]))
+    (one,) = group.trajectories
+    many = dataclasses.replace(one, turns=(), segments=one.segments * 20)
+    array = np.full(many.num_sampled_tokens, 0.5, np.float32)
+    record = StoredTrajectory(
+        trajectory=many, group="g", step=1, split="train", trained=Trained(weights=array, advantages=array)
+    )
+    compute, num = getattr(Segment, name).fget, 0
+
+    def counted(segment: Segment):
+        nonlocal num
+        num += 1
+        return compute(segment)
+
+    monkeypatch.setattr(Segment, name, property(counted))
+    page = trajectory_page(record, TokenTexts(tmp_path))
+    assert num <= 3 * len(many.segments)
+    assert all(len(part["notes"]) == many.num_sampled_tokens // 20 for part in page["segments"])
