@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,7 +38,8 @@ _LABELS = {
     "writes_dates": "writes dates",
     "writes_today": "writes today's date",
 }
-_MAX_SENTENCES = 12
+_MAX_LEAKS, _MAX_FINDINGS = 12, 4
+"""Number of sentences in the table."""
 
 
 @declare("check")
@@ -113,6 +115,12 @@ def _load(model: str, template: str | None) -> tuple[Codec, tuple[str, ...]]:
     return (Codec(tokenizer, chat_template=source) if added else codec), added
 
 
+def _first(sentences: Sequence[str], num: int) -> list[str]:
+    """Return the first `num` sentences, and a last line that counts the others."""
+    num_more = len(sentences) - num
+    return [*sentences[:num], *([f"and {num_more} more, which --json lists"] if num_more > 0 else [])]
+
+
 def _object(report: TemplateReport, name: str, added: tuple[str, ...], seconds: float) -> dict[str, Any]:
     probe = report.probe
     return {
@@ -121,8 +129,8 @@ def _object(report: TemplateReport, name: str, added: tuple[str, ...], seconds: 
         "reason": probe.reason,
         "inference_strategy": report.inference_strategy,
         "error": None,
-        "violations": report.leaks[:_MAX_SENTENCES],
-        "findings": report.findings[:_MAX_SENTENCES],
+        "violations": report.leaks,
+        "findings": report.findings,
         "control_tokens_from_text": len(report.leaks),
         "num_dialogues": probe.num_dialogues,
         "parser": report.parser,
@@ -144,9 +152,9 @@ def _print(report: TemplateReport, name: str, added: tuple[str, ...], seconds: f
     if added:
         table.add_row("markers added to a copy of the tokenizer", " ".join(added))
     table.add_row("dialogues tried", f"{report.probe.num_dialogues} ({seconds:.1f} s in all)")
-    table.add_row("control tokens from text", "\n".join((str(len(report.leaks)), *report.leaks[:_MAX_SENTENCES])))
+    table.add_row("control tokens from text", "\n".join((str(len(report.leaks)), *_first(report.leaks, _MAX_LEAKS))))
     if report.findings:
-        table.add_row("findings", "\n".join(report.findings[:4]))
+        table.add_row("findings", "\n".join(_first(report.findings, _MAX_FINDINGS)))
     table.add_row("strategy", f"{report.probe.strategy} (with use_inference_chat_template: {report.inference_strategy})")
     table.add_row("why", report.probe.reason)
     Output().table(table)

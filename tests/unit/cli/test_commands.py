@@ -32,6 +32,7 @@ from polyturn.core.errors import CheckpointError, ConfigError, one_line
 from polyturn.evaluation.report import EvalReport
 from polyturn.infra.folder_lock import hold_folder
 from polyturn.store.stored_run import open_store
+from polyturn.testing.tiny_models import tiny_tokenizer
 from polyturn.tracking import console as progress_module
 from support.refusals import refuses
 from support.runs import Called, call_command, write_tiny_run
@@ -268,6 +269,17 @@ def test_check_exits_with_1_for_an_unsafe_template(trained: tuple[Path, Called],
     broken = call("check", model, "--template", template, "--json")
     assert broken.code == 1 and json.loads(broken.out)["strategy"] == "none" and "not valid Jinja" in broken.out
     assert call("check", model, "--template", template).code == 1
+
+
+def test_check_counts_the_findings_that_its_table_leaves_out(tmp_path: Path):
+    tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    template = tmp_path / "counts.jinja"
+    template.write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ messages | length }} {{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    num = len(json.loads(call("check", tmp_path / "tokenizer", "--template", template, "--json").out)["findings"])
+    assert num > 12 and f"and {num - 4} more" in call("check", tmp_path / "tokenizer", "--template", template).out
 
 
 def test_config_lists_every_key_or_fills_one_file_in(tmp_path: Path):
