@@ -56,6 +56,7 @@ def write_report(runs: Sequence[Path], out: Path, *, num_trajectories: int = NUM
 def _answers(view: RunView, num_trajectories: int) -> dict[str, Any]:
     """Return request -> answer for a run's pages; requests for a trajectory have its id, step and split."""
     metrics = view.metrics()
+    metrics["num_left_out"] = max(0, len(metrics["names"]) - MAX_CURVES)
     metrics["names"] = dict(list(metrics["names"].items())[:MAX_CURVES])
     metrics["panels"] = panels_of(metrics["names"])
     chosen = view.highlights(num_trajectories)

@@ -23,6 +23,7 @@ from polyturn.tools.gsm8k import Gsm8kTool
 from polyturn.training.observer import RunObserver
 from polyturn.viewer.highlights import highlights
 from polyturn.viewer.report import write_report
+from polyturn.viewer.run_view import RunView
 from support.refusals import refuses
 
 HOSTILE = "<script>alert('x')</script><img src=//evil.example/x.png>"
@@ -113,6 +114,14 @@ async def test_two_runs_stand_side_by_side(tmp_path: Path):
     tools = {tool["name"]: tool for tool in answers["runs/0/overview"]["tools"]}
     assert tools["no_such_tool"]["failed"] == 1 and list(tools["no_such_tool"]["errors"]) == ["unknown_tool"]
     assert answers["runs/0/overview"]["stop_reasons"].keys() <= {"stop", "env_done", "max_turns"}
+
+
+async def test_report_counts_the_metrics_that_it_leaves_out(tmp_path: Path):
+    folder = await record(tmp_path / "one")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 3, **{f"mine/{number}": number for number in range(70)}}) + "\n")
+    metrics = page_of(tmp_path, folder).answers["runs/0/metrics"]
+    assert len(metrics["names"]) == 60 and metrics["num_left_out"] == len(RunView(folder).metrics()["names"]) - 60 >= 10
 
 
 async def test_report_names_damage_and_shows_the_rest(tmp_path: Path):

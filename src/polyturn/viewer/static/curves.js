@@ -67,6 +67,8 @@ export async function curves(run, values) {
     const every = groupsOf(Object.keys(meanings)), further = every.length - MOST_GROUPS;
     groups.replaceChildren(...every.slice(0, MOST_GROUPS).map(([name, of]) => el("button", { type: "button", class: "facet", title: name, "aria-pressed": String(search.value === name), onclick: () => { search.value = search.value === name ? "" : name; changed(); } }, `${name.replace(/\/$/, "")} (${of.length})`)), ...(further > 0 ? [el("span", { class: "muted" }, `${further} further groups`)] : []));
     if (!names.length) grid.replaceChildren(el("p", { class: "muted" }, Object.keys(meanings).length ? `No metric matches; there are ${Object.keys(meanings).length}.` : "Nothing was recorded yet."));
+    const numLeftOut = Math.max(0, ...infos.map((info) => info.num_left_out ?? 0)); // only a report leaves metrics out
+    if (numLeftOut) grid.append(el("p", { class: "muted" }, `${numLeftOut} further metrics are not in this report; the viewer shows them.`));
     alarms.replaceChildren(...infos[0].alarms.slice(-3).map((alarm) => el("div", { class: "problem" }, alarm.message)));
   }
 
