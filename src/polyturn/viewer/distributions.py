@@ -77,8 +77,10 @@ def spaced(lists: pa.ListArray) -> _Spaced:
 def of_trajectories(table: pa.Table) -> dict[str, tuple[Rows, Values]]:
     """Return name of `OF_TRAJECTORIES` -> (steps [N], values [N])."""
     step = table["step"].to_numpy()
-    oldest = pc.subtract(pc.subtract(table["step"], 1), table["min_version"].cast(pa.int64()))
-    columns = {name: table[name] if name in table.column_names else oldest for name in OF_TRAJECTORIES}
+    staleness = pc.subtract(pc.subtract(table["step"], 1), table["min_version"].cast(pa.int64()))
+    is_trained = pc.starts_with(table["split"], "train")  # an evaluation updates nothing, so it has no staleness
+    staleness = pc.if_else(is_trained, staleness, pa.scalar(None, pa.int64()))
+    columns = {name: table[name] if name in table.column_names else staleness for name in OF_TRAJECTORIES}
     return {name: (step, column.cast(pa.float64()).to_numpy()) for name, column in columns.items()}
 
 

@@ -50,4 +50,6 @@ def test_run_has_distributions_of_trajectories_and_tokens(tmp_path: Path):
     write_run(tmp_path / "first")
     found = {one["name"]: one for one in RunView(tmp_path / "first").distributions("train")["distributions"]}
     assert found["reward"]["steps"] == [1, 2, 3] and np.sum(found["num_turns"]["counts"], 1).tolist() == [6, 6, 6]
+    evaluated = {one["name"] for one in RunView(tmp_path / "first").distributions("eval/hostile")["distributions"]}
+    assert "num_turns" in evaluated and "staleness" not in evaluated, "an evaluation updates nothing"
     assert found["advantages"]["low"] == pytest.approx(-1, abs=0.05) and found["difference"]["steps"] == [1, 2, 3]
