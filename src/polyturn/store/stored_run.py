@@ -85,7 +85,8 @@ class Trajectories:
         if isinstance(key, slice):
             return [self[number] for number in range(len(self))[key]]
         if not isinstance(key, int) or not -len(self) <= key < len(self):
-            raise DataError(f"there is no trajectory {brief(key)}; use an id such as 'g5/2', or a number below {len(self)}")
+            known = f"use an id such as 'g5/2', or a number below {len(self)}" if len(self) else "the run has none yet"
+            raise DataError(f"there is no trajectory {brief(key)}; {known}")
         row = self._run.table(["id", "step", "split"]).slice(key % len(self), 1).to_pylist()[0]
         return self._run.trajectory(**row)
 

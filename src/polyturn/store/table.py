@@ -34,7 +34,7 @@ class RowTable(list[dict[str, Any]]):
         """Return a row by number, rows by a slice, or a column by name.
 
         Raises:
-            DataError: no row has such a column.
+            DataError: there is no such row, or no row has such a column.
         """
         if isinstance(key, str):
             if key not in self.columns:
@@ -42,6 +42,8 @@ class RowTable(list[dict[str, Any]]):
             return [row.get(key) for row in self]
         if isinstance(key, slice):
             return RowTable(super().__getitem__(key), columns=self._shown)
+        if isinstance(key, int) and not -len(self) <= key < len(self):
+            raise DataError(f"there is no row {key}; the table has {len(self)} rows")
         return super().__getitem__(key)
 
     def to_pandas(self) -> Any:

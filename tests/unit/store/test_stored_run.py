@@ -235,3 +235,10 @@ def test_resumed_run_reads_parts_of_both_versions(tmp_path: Path) -> None:
         store.add(group("g5"), step=5, split="train")
     assert [g.id for g in open_store(tmp_path).groups()] == ["g0", "g5"]
     assert len(open_store(tmp_path).search("2+2")) == 5
+
+
+def test_missing_row_is_named(tmp_path: Path) -> None:
+    write(tmp_path, steps=0)
+    run = polyturn.Run(tmp_path)
+    refuses(lambda: run.metrics[-1], DataError, "there is no row -1; the table has 0 rows")
+    refuses(lambda: run.trajectories[-1], DataError, "there is no trajectory -1; the run has none yet")
