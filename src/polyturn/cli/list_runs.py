@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import datetime
+from contextlib import suppress
 from pathlib import Path
 
 from rich.table import Table
 
 from polyturn.cli.console import Output, command
 from polyturn.core.errors import PolyturnError
-from polyturn.store.run_folders import find_runs
+from polyturn.store.run_folders import find_runs, written_at
 from polyturn.store.stored_run import StoredRun
 from polyturn.tracking.jsonl import read_metrics
 
@@ -22,14 +23,15 @@ def run(folder: Path, *, limit: int | None = None) -> None:
     """
     table = Table("run", "step", "success", "reward", "trajectories", "failed", "last written", box=None, pad_edge=False)
     for path in find_runs([folder])[:limit]:
-        table.add_row(path.name, *_row(path))
+        with suppress(FileNotFoundError):  # the run has been deleted since it was listed
+            table.add_row(path.name, *_row(path))
     out = Output()
     out.table(table)
     out.text(f"look at them: {command('view', folder)}")
 
 
 def _row(path: Path) -> tuple[str, ...]:
-    written = max((p.lstat().st_mtime for p in path.iterdir()), default=path.stat().st_mtime)
+    written = max(map(written_at, [path, *path.iterdir()]))
     when = datetime.datetime.fromtimestamp(written).strftime("%Y-%m-%d %H:%M")
     store = StoredRun(path)
     failed = sum(1 for e in store.table(["error"])["error"].to_pylist() if e is not None)

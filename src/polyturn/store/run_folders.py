@@ -41,7 +41,15 @@ def find_runs(folders: Sequence[Path]) -> list[Path]:
 
 
 def _runs_in(folder: Path) -> list[Path]:
-    return sorted((p for p in folder.iterdir() if p.is_dir() and _is_run(p)), key=lambda p: -p.stat().st_mtime)
+    return sorted((p for p in folder.iterdir() if p.is_dir() and _is_run(p)), key=written_at, reverse=True)
+
+
+def written_at(path: Path) -> float:
+    """Return the time of the last write to a file or folder; 0 if it has been deleted."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _is_run(folder: Path) -> bool:

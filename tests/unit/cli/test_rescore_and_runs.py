@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -175,6 +177,28 @@ def test_runs_are_listed_with_where_they_are(run_folder: Path, capsys: pytest.Ca
     shown = capsys.readouterr().out
     assert "one" in shown and "0.250" in shown and "0.500" in shown and "empty" not in shown
     refuses(lambda: list_runs.run(run_folder.parent / "empty"), DataError, "there is no run in")
+
+
+def test_run_deleted_while_runs_are_listed_is_left_out(
+    run_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("another", "third"):
+        shutil.copytree(run_folder, run_folder.parent / name)
+    listed = Path.iterdir
+
+    def iterdir(folder: Path):
+        """List a folder, with a file and a run that are deleted meanwhile."""
+        entries = list(listed(folder))
+        yield from entries
+        yield folder / "gone.tmp"
+        if folder.name == "third":
+            shutil.rmtree(run_folder.parent / "another")
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    os.utime(run_folder.parent / "third", (2e9, 2e9))
+    list_runs.run(run_folder.parent)
+    shown = capsys.readouterr().out
+    assert "one" in shown and "third" in shown and "another" not in shown
 
 
 def test_runs_of_a_project_are_found(tmp_path: Path):
