@@ -37,7 +37,11 @@ def main(
         comparisons[name] = compare(newest[0].groups(), newest[1].groups(), success_at=success_at)
     data = {"a": str(a), "b": str(b), "splits": {name: one.to_json() for name, one in comparisons.items()}}
     written = b / f"compare-{a.resolve().name}.json"
-    written.write_text(json.dumps(data, indent=2) + "\n")
+    try:
+        written.write_text(json.dumps(data, indent=2) + "\n")
+        written_text = str(written)
+    except OSError as problem:  # the run may belong to another user; the comparison is printed
+        written_text = f"nothing: {written} cannot be written ({problem.strerror})"
     out = Output()
     if as_json:
         out.text(json.dumps(data))
@@ -46,7 +50,7 @@ def main(
         _show(out, name, one)
     out.fact("A is", a)
     out.fact("B is", b)
-    out.fact("written", written)
+    out.fact("written", written_text)
 
 
 def verdict(comparison: Comparison) -> str:

@@ -134,5 +134,9 @@ def test_command_compares_two_evaluations(tmp_path: Path):
     assert written["splits"]["eval/greedy"]["table"]["all"]["success"]["significant"] is True
     called = call_command(main, "compare", tmp_path / "a", tmp_path / "b", "--json")
     assert math.isclose(json.loads(called.out)["splits"]["eval/greedy"]["table"]["all"]["success"]["p"], 2 / 256)
+    (tmp_path / "b" / "compare-a.json").unlink()
+    (tmp_path / "b" / "compare-a.json").mkdir()
+    called = call_command(main, "compare", tmp_path / "a", tmp_path / "b")
+    assert called.code == 0 and "B solves" in called.out and "compare-a.json cannot be written" in called.out
     wrong = call_command(main, "compare", tmp_path / "a", tmp_path / "b", "--split", "eval/gredy")
     assert wrong.code == 2 and "eval/greedy" in wrong.err
