@@ -54,7 +54,8 @@ def main(
     ] = None,
 ) -> None:
     """Write a run's model as a Hugging Face folder. Weights, tokenizer and chat template; an adapter is merged."""
-    if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
+    draft = (out if out.is_dir() else out.parent) / f".{out.absolute().name}.draft"  # `out` has a whole model or none
+    if out.exists() and any(path != draft for path in (out.iterdir() if out.is_dir() else [out])):
         raise ConfigError(f"{out} already exists; choose a new folder, or remove it")
     model = build.model_folder(source)
     assert model is not None
@@ -65,7 +66,6 @@ def main(
         if dtype is not None and not any(model.glob("*.safetensors")):
             raise ConfigError(f"--dtype converts only safetensors files, and {model} has none; remove --dtype")
     kept = dtype or _dtype_of_origin(source)
-    draft = out.with_name(f".{out.name}.draft")  # `out` is either complete or absent
     shutil.rmtree(draft, ignore_errors=True)
     try:
         if is_whole:
@@ -74,9 +74,11 @@ def main(
             _merge(model, draft, config=config or _config_of(source))
         if kept is not None:
             _cast(draft, kept)
-        if out.is_dir():
-            out.rmdir()  # it is empty
-        draft.rename(out)
+        if out.is_dir():  # it may be the working directory or a mounted disk, so it stays
+            for path in draft.iterdir():
+                path.rename(out / path.name)
+        else:
+            draft.rename(out)
     except OSError as problem:
         raise CheckpointError(f"{model} cannot be written to {out}: {problem}") from problem
     finally:

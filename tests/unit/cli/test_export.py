@@ -83,6 +83,15 @@ def test_export_keeps_the_dtype_of_the_model_it_started_from(run: Path, tmp_path
     assert kinds(tmp_path / "wide") == {torch.float32}
 
 
+def test_export_fills_the_empty_working_directory(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    exported = call_command(main, "export", run, "-o", ".")
+    assert exported.code == 0, exported.err
+    names = {path.name for path in run.glob("checkpoints/step-000002/model/*")}
+    assert {path.name for path in Path.cwd().iterdir()} == names
+
+
 def test_interrupted_export_leaves_no_folder(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(model: Path, dtype: str) -> None:
         raise KeyboardInterrupt
