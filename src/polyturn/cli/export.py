@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 
 from polyturn import build
 from polyturn.api.folders import open_source
+from polyturn.build.model import build_media
 from polyturn.cli.arguments import declare, new_folder
 from polyturn.cli.console import Output, command
 from polyturn.config.load import base_of
@@ -215,9 +216,10 @@ def _merge(model: Path, out: Path, *, config: Path) -> None:
     base = json.loads((model / CONFIG_FILE).read_text(encoding="utf-8")).get("base_model_name_or_path")
     if own.path is not None and base and not (source.base / str(own.path)).is_dir() and Path(base).is_dir():
         source = replace(source, config=source.config.model_copy(update={"model": own.model_copy(update={"path": base})}))
-    tokenizer = load_codec(str(model)).tokenizer
-    adapted = build.build_model(source, tokenizer, checkpoint=model)
-    hf.save_model(adapted, out, tokenizer=tokenizer)
+    codec = load_codec(str(model))
+    adapted = build.build_model(source, codec.tokenizer, checkpoint=model)
+    media = build_media(source, codec, adapted)
+    hf.save_model(adapted, out, tokenizer=codec.tokenizer, processor=None if media is None else media.processor)
 
 
 def _config_of(source: Path) -> Path:

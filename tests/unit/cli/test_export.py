@@ -18,6 +18,7 @@ from polyturn.training.checkpoint import STATE
 from polyturn.training.hf import save_model
 from support.models import tiny_model
 from support.runs import call_command, write_tiny_run
+from support.vision_run import write_vision_run
 
 
 def test_adapter_over_a_relative_model_path_is_merged(tmp_path: Path) -> None:
@@ -35,6 +36,17 @@ def test_adapter_over_a_relative_model_path_is_merged(tmp_path: Path) -> None:
     changed = [name for name, tensor in base.items() if not torch.equal(tensor, merged[name])]
     assert changed and all("proj" in name for name in changed)
     assert AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template
+
+
+def test_merged_adapter_of_a_vision_model_has_its_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = write_vision_run(tmp_path)
+    trained = call_command(main, "train", config, "train.steps=1", "evaluation.before=false", "model.lora.rank=2")
+    assert trained.code == 0, trained.err
+    (run,) = (tmp_path / "runs").iterdir()
+    exported = call_command(main, "export", run, "-o", tmp_path / "merged")
+    assert exported.code == 0, exported.err
+    assert (tmp_path / "merged" / "preprocessor_config.json").is_file()
 
 
 def test_model_with_damaged_weights_is_not_exported(tmp_path: Path) -> None:
