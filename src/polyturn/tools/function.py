@@ -23,7 +23,9 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, overload
 
+from polyturn.core.code_origin import defined_at
 from polyturn.core.errors import PLUGIN_RAISES, ConfigError, DataError, LifecycleError, errors_at, one_line
+from polyturn.core.reward import brief
 from polyturn.infra.plugin_shape import refuse_generator
 from polyturn.infra.threads import DaemonThreads
 from polyturn.tools.annotation import AS_WRITTEN, Types, json_type, read_argument
@@ -48,6 +50,11 @@ class FunctionTool(BaseTool):
         schema: OpenAIFunctionToolSchema | Mapping[str, Any] | None = None,
         stateless: bool = True,
     ) -> None:
+        if not isinstance(getattr(function, "__name__", None), str):
+            raise ConfigError(
+                f"a tool is a function or a method, not {brief(function)}; write a function that calls "
+                f"it{defined_at(function)}"
+            )
         self.function = function
         self.stateless = stateless
         refuse_generator(function, where=f"tool {name or function.__name__!r}")

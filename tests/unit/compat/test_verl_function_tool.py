@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,6 +69,7 @@ def test_mistakes_are_raised_at_the_decorator() -> None:
         """
 
     refuses(lambda: function_tool(many), ValueError, "variadic")
+    refuses(lambda: function_tool(functools.partial(one, x=1)), ValueError, "partial")
     function_tool(one)
     with pytest.raises(ValueError, match="registered"):
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib.util
 import threading
 from pathlib import Path
@@ -124,6 +125,20 @@ def test_schema_agrees_with_that_of_transformers() -> None:
     theirs = get_json_schema(search.function)
     theirs["function"].pop("return", None)  # the schema for a call has no return value
     assert search.schema == theirs
+
+
+class Shop:
+    """A shop, which can be called."""
+
+    def __call__(self, item: str) -> str:
+        """Look a price up."""
+        return item
+
+
+@pytest.mark.parametrize("function", [functools.partial(everything, unit="km"), Shop()])
+def test_object_that_is_no_function_is_refused(function: Any) -> None:
+    refuses(lambda: polyturn.tool(function), ConfigError, type(function).__name__)
+    refuses(lambda: FunctionTool(function, name="it", schema=search.schema), ConfigError, type(function).__name__)
 
 
 def test_decorated_function_is_still_a_function() -> None:

@@ -71,7 +71,7 @@ def function_tool(name: Callable[..., Any] | str | None = None, schema: Schema =
 
 
 def _register(fn: Callable[..., Any], name: str | None, schema: Schema) -> FunctionTool:
-    chosen = name or fn.__name__
+    chosen = name or str(getattr(fn, "__name__", ""))
     if chosen in FUNCTION_TOOL_REGISTRY and not is_same_source(FUNCTION_TOOL_REGISTRY[chosen].function, fn):
         raise ConfigError(f"function tool {chosen!r} is already registered; give this one another name")
     tool = FUNCTION_TOOL_REGISTRY[chosen] = FunctionTool(chosen, fn, schema)
