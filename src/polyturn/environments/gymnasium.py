@@ -63,7 +63,7 @@ class Gymnasium(Adapter):
         try:
             self._invalid_reward = float(self.kwargs.pop("invalid_reward", 0.0))
             self._max_invalid = int(self.kwargs.pop("max_invalid", 3))
-        except (TypeError, ValueError) as problem:
+        except (TypeError, ValueError, OverflowError) as problem:
             raise ConfigError(f"env {name!r}: invalid_reward and max_invalid must be numbers: {problem}") from problem
         env = check_kwargs(self._env, name=name, kwargs=kwargs)
         if "ansi" in env.metadata.get("render_modes", ()) and "render_mode" not in self.kwargs:

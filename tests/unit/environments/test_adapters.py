@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -56,6 +57,7 @@ async def test_invalid_actions_cost_and_end_after_three() -> None:
 
 def test_prompt_shows_the_picture_and_the_actions() -> None:
     refuses(lambda: find_adapter("gymnasium:FrozenLake-v1", {"max_invalid": "few"}), ConfigError, "max_invalid", "'few'")
+    refuses(lambda: find_adapter("gymnasium:FrozenLake-v1", {"max_invalid": math.inf}), ConfigError, "max_invalid")
     lake = find_adapter("gymnasium:FrozenLake-v1")
     shown = lake.make().reset(seed=0)
     assert shown.startswith("[S]FFF\nFHFH\nFFFH\nHFFG") and "\x1b" not in shown  # type: ignore[union-attr]
