@@ -60,10 +60,11 @@ class OpenEnvCodec:
         kind = self._kind(self._field)
         if kind in (None, "string"):
             return {self._field: text}
-        numbers = [value for number in _NUMBER.findall(text) if math.isfinite(value := float(number))]
+        numbers = [number for number in _NUMBER.findall(text) if math.isfinite(float(number))]
         if not numbers:
             return f"There is no number in the answer. Answer with the {kind} {self._field!r}."
-        return {self._field: numbers[-1] if kind == "number" else int(numbers[-1])}
+        last = numbers[-1]
+        return {self._field: float(last) if kind == "number" else int(last.partition(".")[0])}
 
     def shown(self, observation: Any) -> str:
         """Return an observation as text, without its metadata unless `show` names that."""

@@ -345,6 +345,8 @@ TWO = {"properties": {"row": {"type": "integer"}, "column": {"type": "integer"}}
     [
         (TEXT_ACTION, {}, "Hello 3", {"message": "Hello 3"}),
         (NUMBER, {}, "I say 3, no: -4.", {"number": -4}),
+        (NUMBER, {}, "It is 2.9", {"number": 2}),
+        (NUMBER, {}, "9007199254740993", {"number": 9007199254740993}),
         (NUMBER, {}, "I pass", "no number"),
         (NUMBER, {}, "9" * 400, "no number"),
         (TWO, {}, 'First {x}. Then {"row": 1, "column": {"a": 2}} it is', {"row": 1, "column": {"a": 2}}),
