@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import dataclasses
 import importlib.util
 import os
 import shutil
@@ -385,7 +386,12 @@ def _options(name: str, kwargs: Mapping[str, Any]) -> OpenEnvOptions:
         raise ConfigError(
             f"env {name!r}: sessions is {options.sessions!r} and servers is {options.servers!r}; use integers of at least 1"
         )
-    return options
+    variables = options.variables
+    if not isinstance(variables, Mapping) or any(
+        isinstance(value, bool) or not isinstance(value, str | int | float) for value in variables.values()
+    ):
+        raise ConfigError(f"env {name!r}: env.kwargs.variables is {brief(variables)}; use a mapping of names to texts")
+    return dataclasses.replace(options, variables={str(key): str(value) for key, value in variables.items()})
 
 
 def _app_of(folder: Path, *, name: str) -> str:

@@ -8,14 +8,17 @@ import contextlib
 import gzip
 import hashlib
 import json
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from polyturn.core.errors import SchedulerError
+from polyturn.core.errors import ConfigError, SchedulerError
 from polyturn.core.generation import Completion, GenerateRequest
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.trajectory import Trajectory
@@ -27,7 +30,7 @@ from polyturn.infra.aio import PerLoop
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context
-from support.refusals import refuses_later
+from support.refusals import refuses, refuses_later
 
 TEXT, CLOSE, PING, PONG = 0x1, 0x8, 0x9, 0xA
 MAGIC = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
@@ -375,3 +378,38 @@ def test_text_becomes_the_action_of_the_schema(schema: Any, options: Any, text: 
 )
 def test_observation_is_shown_as_text_or_json(options: Any, observation: Any, text: str):
     assert OpenEnvCodec({}, **options).shown(observation) == text
+
+
+SERVER = """
+import http.server, os
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(os.environ.get("WORKERS", "").encode())
+http.server.HTTPServer(("127.0.0.1", int(os.environ["PORT"])), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def interpreter(tmp_path: Path) -> str:
+    """A stand-in for a Python with OpenEnv and uvicorn; its server answers every GET with the variable WORKERS."""
+    python = tmp_path / "python"
+    (tmp_path / "server.py").write_text(SERVER)
+    python.write_text(f'#!/bin/sh\n[ "$1" = -c ] || PORT=$7 exec {sys.executable} {tmp_path}/server.py\n')
+    python.chmod(0o755)
+    return str(python)
+
+
+async def test_variables_reach_the_server_as_text(interpreter: str):
+    adapter = find_adapter("openenv:guess.app:app", {"python": interpreter, "variables": {"WORKERS": 4}})
+    slot = await adapter.take()
+    async with aiohttp.ClientSession() as http, http.get(slot.url) as reply:
+        assert await reply.text() == "4"
+    adapter.close()
+
+
+@pytest.mark.parametrize("variables", [{"WORKERS": [4]}, {"WORKERS": None}, {"DEBUG": True}, ["WORKERS=4"]])
+def test_variables_that_are_no_texts_are_refused(interpreter: str, variables: Any):
+    options = {"python": interpreter, "variables": variables}
+    refuses(lambda: find_adapter("openenv:guess.app:app", options), ConfigError, "variables")
