@@ -111,11 +111,12 @@ class OpenEnv(Adapter):
             return _Slot(url=self._url)
         async with (freed := self._freed()):
             while True:
+                await self._end_dead()
                 if self._is_closed:
                     raise SchedulerError(f"the environment {self.name!r}: the run has ended")
-                self._slots = [slot for slot in self._slots if slot.is_alive]
-                free = next((slot for slot in self._slots if slot.num_used < self.options.sessions), None)
-                if free is None and len(self._slots) < self.options.servers:
+                alive = [slot for slot in self._slots if slot.is_alive]
+                free = next((slot for slot in alive if slot.num_used < self.options.sessions), None)
+                if free is None and len(alive) < self.options.servers:
                     free = _Slot()
                     self._slots.append(free)
                 if free is not None:
@@ -136,6 +137,13 @@ class OpenEnv(Adapter):
                 ) from problem
             raise
         return free
+
+    async def _end_dead(self) -> None:
+        """End what dead servers left, such as their children; a server's episodes read its log until they are over."""
+        for slot in self._slots[:]:
+            if slot.server is not None and not slot.is_alive and slot.num_used == 0:
+                self._slots.remove(slot)
+                await slot.server.stop()
 
     async def give_back(self, slot: _Slot) -> None:
         """Return a slot, so that another episode can use it."""

@@ -8,6 +8,8 @@ import contextlib
 import gzip
 import hashlib
 import json
+import os
+import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -413,3 +415,16 @@ async def test_variables_reach_the_server_as_text(interpreter: str):
 def test_variables_that_are_no_texts_are_refused(interpreter: str, variables: Any):
     options = {"python": interpreter, "variables": variables}
     refuses(lambda: find_adapter("openenv:guess.app:app", options), ConfigError, "variables")
+
+
+async def test_dead_server_is_replaced_and_leaves_nothing(interpreter: str):
+    adapter = find_adapter("openenv:guess.app:app", {"python": interpreter, "servers": 1})
+    dead = await adapter.take()
+    await adapter.give_back(dead)
+    os.kill(dead.server.pid, signal.SIGKILL)
+    await asyncio.to_thread(os.waitid, os.P_PID, dead.server.pid, os.WEXITED | os.WNOWAIT)
+    log = dead.server.log
+    assert log.exists()
+    assert (await adapter.take()).url != dead.url
+    assert not log.exists()
+    adapter.close()
