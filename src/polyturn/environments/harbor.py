@@ -21,6 +21,7 @@ from polyturn.core.errors import ConfigError, DataError, SchedulerError, did_you
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message
 from polyturn.core.protocols import Tool
+from polyturn.core.reward import brief
 from polyturn.core.task import Task
 from polyturn.environments.base import Adapter, env_task
 from polyturn.environments.harbor_phases import HarborPhases
@@ -59,7 +60,10 @@ class Harbor(Adapter):
         self.boxes = EpisodeSandboxes()
         self._agent = self._agent_options()
         self._tools = [] if self._agent else make_tools(self.kwargs.get("tools", {}), self.boxes, None)
-        self._splits = {"train": self._read(id), "eval": self._read(self.kwargs["eval"]) if "eval" in self.kwargs else []}
+        evaluation = self.kwargs.get("eval")
+        if not isinstance(evaluation, str | Path | None):
+            raise ConfigError(f"env {name!r}: env.kwargs.eval is {brief(evaluation)}; name one folder of tasks")
+        self._splits = {"train": self._read(id), "eval": self._read(evaluation) if evaluation is not None else []}
         self._by_folder = {str(task.folder): task for tasks in self._splits.values() for task in tasks}
 
     def make(self) -> Env:
@@ -139,7 +143,7 @@ class Harbor(Adapter):
         )
         return dataclasses.replace(env_row, id=f"{HARBOR}-{task.name}")
 
-    def _read(self, folder: str) -> list[HarborTask]:
+    def _read(self, folder: str | Path) -> list[HarborTask]:
         """Return the tasks of a folder that this run supports.
 
         Raises:

@@ -204,6 +204,12 @@ def test_unknown_kwarg_is_refused_by_name(tmp_path: Path):
 
 
 @needs_bubblewrap
+def test_eval_is_one_folder_or_none(tmp_path: Path):
+    refuses(lambda: adapter_of(write(tmp_path), eval=["a"]), ConfigError, "eval", "['a']")
+    assert adapter_of(tmp_path, eval=None).tasks(split="eval", seeds=range(5)) == []
+
+
+@needs_bubblewrap
 def test_unsupported_task_is_refused_or_left_out(tmp_path: Path):
     write(tmp_path / "a", toml="[environment]\ngpus = 1")
     write(tmp_path / "b")
