@@ -104,7 +104,7 @@ class MCPBaseTool(BaseTool):
         """Start an instance for one episode."""
         instance_id = str(uuid4()) if instance_id is None else instance_id
         self.server.open(instance_id)
-        self._instance_dict[instance_id] = {"answers": []}
+        self._instance_dict[instance_id] = {}
         return instance_id, ToolResponse()
 
     async def execute(
@@ -126,7 +126,6 @@ class MCPBaseTool(BaseTool):
             raise ToolError(f"Tool call failed: {text}")
         if not result.content and result.structured_content is not None:
             text = text_of((), result.structured_content)
-        self._instance_dict[instance_id]["answers"].append(text.strip())
         return ToolResponse(text=text, image=images_of(result.content) or None), 0.0, metadata
 
     def _parse_tool_result(self, content: Sequence[Any]) -> tuple[str, dict[str, Any]]:

@@ -100,7 +100,7 @@ class SandboxFusionTool(BaseTool):
         """Start an instance for one episode."""
         instance_id = str(uuid4()) if instance_id is None else instance_id
         self._service.open()
-        self._instance_dict[instance_id] = {"response": "", "ground_truth": ground_truth, "printed": []}
+        self._instance_dict[instance_id] = {"response": "", "ground_truth": ground_truth}
         return instance_id, ToolResponse()
 
     async def execute(
@@ -120,7 +120,6 @@ class SandboxFusionTool(BaseTool):
             )
         )
         status, text = read_reply(reply, timeout_s=timeout_s)
-        self._instance_dict[instance_id]["printed"].append(text.strip())
         is_failed = float(status not in ("finished", "code_error"))
         metrics: dict[str, Any] = {"status": status, "num_tries": reply.num_tries, "failed": is_failed}
         if is_failed:
