@@ -23,7 +23,7 @@ from polyturn.sandbox.python import interpreter, standstill
 from polyturn.sandbox.python.cgroup import make_group
 from polyturn.sandbox.python.fusion import reply_of
 from polyturn.sandbox.python.interpreter import MAX_FETCHED_BYTES, Interpreter
-from polyturn.sandbox.python.isolation import Isolation, bare_python, require_isolation
+from polyturn.sandbox.python.isolation import Isolation, bare_python, find_isolation, interpreter_folders, require_isolation
 from polyturn.sandbox.python.limits import SandboxLimits
 from polyturn.sandbox.python.pool import WarmPool
 from polyturn.sandbox.python.seccomp import filter_program
@@ -107,6 +107,18 @@ def test_code_is_refused_where_bubblewrap_is_missing(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("polyturn.sandbox.python.isolation.find_isolation", lambda: (Isolation.NONE, "no bubblewrap"))
     refuses(lambda: PythonSandbox({}), ConfigError, "no bubblewrap", "allow_unsafe")
     assert require_isolation(allow_unsafe=True) is Isolation.NONE
+
+
+@pytest.mark.parametrize("problem", [subprocess.TimeoutExpired("bwrap", 20), PermissionError("no bwrap")])
+def test_trial_of_bubblewrap_that_fails_is_a_reason(problem: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(command: list[str], **options: Any) -> None:
+        raise problem
+
+    monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/" + name)
+    interpreter_folders(sys.executable)  # cached from here on
+    monkeypatch.setattr("subprocess.run", run)
+    isolation, why = find_isolation.__wrapped__()
+    assert isolation is Isolation.NONE and "bwrap" in why
 
 
 def test_limits_hold_and_daemons_end_without_isolation(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from polyturn.core.errors import ConfigError
+from polyturn.core.errors import ConfigError, one_line
 from polyturn.sandbox.python.limits import SandboxLimits
 
 ENVIRONMENT = {
@@ -53,7 +53,10 @@ def find_isolation() -> tuple[Isolation, str]:
         return Isolation.NONE, f"bubblewrap is not installed; {INSTALL}"
     isolation = Isolation.ROOT if os.geteuid() == 0 else Isolation.USER
     command = [*bwrap(isolation, SandboxLimits(), python=sys.executable, filter_fd=None), "/bin/true"]
-    tried = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    try:
+        tried = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired) as problem:
+        return Isolation.NONE, f"bubblewrap does not work here: {one_line(problem):.200}"
     if tried.returncode == 0:
         return isolation, ""
     return Isolation.NONE, f"bubblewrap does not work here: {tried.stderr.strip()[:200]}"
