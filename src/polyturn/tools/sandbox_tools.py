@@ -14,6 +14,7 @@ is killed, and the state before it remains.
 
 from __future__ import annotations
 
+import io
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -180,7 +181,7 @@ class ReadFileTool(SandboxTool):
 
     async def work(self, box: BaseSandbox, parameters: Mapping[str, Any]) -> str:
         """Return the lines."""
-        lines = (await _text(box, parameters["path"])).splitlines(keepends=True)
+        lines = list(io.StringIO(await _text(box, parameters["path"])))  # of all separators, only a newline ends a line
         first = max(parameters.get("start") or 1, 1) - 1
         last = None if parameters.get("num_lines") is None else first + max(parameters["num_lines"], 0)
         return "".join(lines[first:last]) or f"[No lines; the file has {len(lines)}.]"

@@ -80,6 +80,8 @@ async def test_files_are_written_read_and_edited(call: Call):
     await call("write_file", path="a/b.txt", content="one\ntwo\nthree\n")
     assert await call("read_file", path="a/b.txt", start=2, num_lines=1) == "two\n"
     assert await call("read_file", path="a/b.txt", num_lines=-1) == "[No lines; the file has 3.]"
+    await call("write_file", path="separators", content="1\u2028\x0c\x852\r\n3\r4\n")
+    assert await call("read_file", path="separators", start=2) == "3\r4\n"
     await call("edit_file", path="a/b.txt", old="two", new="2")
     assert await call("bash", command="cat a/b.txt") == "one\n2\nthree\n"
 
