@@ -338,9 +338,12 @@ class BaseSandbox:
         """Return the output of one of the sandbox's own tools.
 
         Raises:
-            SandboxFileError: the tool failed.
+            SandboxFileError: the tool failed, or a path contains a NUL character.
             SandboxGoneError: the sandbox is gone.
         """
+        for argument in argv:
+            if "\0" in argument:
+                raise SandboxFileError(f"{argument!r}: a path cannot contain a NUL character")
         output = await self._run(argv, user=user, timeout_s=CLOSE_S, stdin=stdin, max_bytes=max_bytes)
         await self._check_alive(output)
         if output.exit_code != 0 or output.is_truncated:

@@ -95,6 +95,8 @@ async def test_files_are_written_read_and_edited(call: Call):
         ("write_file", {"path": "/proc/x/y", "content": ""}, "/proc/x"),
         ("bash", {"command": "x" * 200_000}, "200000"),
         ("read_file", {"path": "bytes"}, "UTF-8"),
+        ("read_file", {"path": "f\0"}, "NUL"),
+        ("write_file", {"path": "f\0", "content": ""}, "NUL"),
     ],
 )
 async def test_failure_is_reported_to_the_model(call: Call, name: str, arguments: dict[str, Any], word: str):
