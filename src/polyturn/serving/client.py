@@ -11,6 +11,7 @@ Several servers get contiguous shares of the requests. After a failed connection
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -95,7 +96,9 @@ class RolloutClient:
             ConfigError: two requests have the same uuid.
             EngineError: a server cannot be reached, or refuses the whole batch.
         """
-        named = [{**request, "uuid": str(request.get("uuid") or f"q{i}")} for i, request in enumerate(requests)]
+        own = {str(request["uuid"]) for request in requests if request.get("uuid")}
+        free = (name for i in itertools.count() if (name := f"q{i}") not in own)
+        named = [{**request, "uuid": str(request.get("uuid") or next(free))} for request in requests]
         if len({request["uuid"] for request in named}) < len(named):
             raise ConfigError("two requests have the same uuid; use different ones, or none")
         share = -(-len(named) // len(self.urls))

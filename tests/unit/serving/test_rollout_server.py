@@ -115,6 +115,15 @@ def test_failing_episode_is_a_reply_of_its_batch(server: str):
     assert not any(map(any, replies[2].outputs[0]["response_loss_mask"])), "nothing of it is trained"
 
 
+async def test_request_without_a_uuid_may_be_sent_beside_any(server: str):
+    unnamed, named = ({k: v for k, v in r.items() if k != "uuid"} for r in requests(2))
+    replies = await RolloutClient(server).infer_async([unnamed, {**named, "uuid": "q0"}, unnamed], CONFIG)
+    assert [reply.error for reply in replies] == [None] * 3
+    assert [len({o["response"]["id"] for o in r.outputs}) for r in replies] == [1] * 3
+    with pytest.raises(ConfigError, match="same uuid"):
+        await RolloutClient(server).infer_async([{**named, "uuid": "q0"}] * 2)
+
+
 def test_client_of_the_guide_asks_a_server(server: str, flags: list[str]):
     page = (Path(__file__).parents[3] / "docs/guides/serve.md").read_text(encoding="utf-8")
     block = page.partition("```python\n")[2].partition("```")[0]
