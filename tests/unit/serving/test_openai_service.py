@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from polyturn.cli.main import main
 from polyturn.core.serde import from_json
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
 from polyturn.rollout.context import RolloutContext
+from polyturn.rollout.run_episode import run_episode
 from polyturn.serving.auth import ServerRules
 from polyturn.serving.listen import bind
 from polyturn.serving.openai.endpoint import EndpointOptions
@@ -172,6 +174,28 @@ async def test_unknown_key_of_an_episode_is_refused():
         http.post(f"{origin}/episodes", json={"sed": 1}) as refused,
     ):
         assert refused.status == 400 and "Did you mean 'seed'" in await refused.text()
+
+
+async def test_failed_episode_is_forgotten_like_any_other(monkeypatch: pytest.MonkeyPatch):
+    async def run_and_fail(*args: Any, **options: Any) -> Trajectory:
+        await run_episode(*args, **options)
+        raise RuntimeError("on fire")
+
+    monkeypatch.setattr("polyturn.serving.openai.hosted_episodes.run_episode", run_and_fail)
+    monkeypatch.setattr("polyturn.serving.openai.hosted_episodes.MAX_KEPT", 1)
+    async with served(["x"]) as (origin, _), aiohttp.ClientSession() as http:
+        asks, statuses = [], []
+        for _ in range(2):
+            async with http.post(f"{origin}/episodes") as reply:
+                made = await reply.json()
+            head = {"Authorization": f"Bearer {made['reward_key']}"}
+            asks.append(partial(http.get, f"{origin}/episodes/{made['id']}/trajectory", headers=head))
+            async with http.post(f"{origin}/episodes/{made['id']}/end", headers=head) as reply:
+                assert reply.status == 410
+        for ask in asks:
+            async with ask() as reply:
+                statuses.append(reply.status)
+    assert statuses == [404, 410]
 
 
 async def test_unused_episode_is_ended():

@@ -114,8 +114,9 @@ class OpenAIService:
         self._max_episodes = max_episodes
         self._record = record
         self._live: dict[str, _CreatedEpisode] = {}
-        self._ended: OrderedDict[str, Trajectory] = OrderedDict()
-        self._keys: OrderedDict[str, str] = OrderedDict()
+        self._ended: OrderedDict[str, Trajectory | None] = OrderedDict()
+        """The latest episodes that ended, with None for one that failed and left no trajectory."""
+        self._keys: dict[str, str] = {}
         self._numbers = itertools.count()
         self._origin = ""
 
@@ -240,15 +241,16 @@ class OpenAIService:
         self._visits.pop(id, None)
         self._live.pop(live.name, None)
         problem = None if done.cancelled() else done.exception()
-        if done.cancelled() or problem is not None:
+        is_failed = done.cancelled() or problem is not None
+        self._ended[live.name] = None if is_failed else done.result()
+        if len(self._ended) > MAX_KEPT:
+            self._keys.pop(self._ended.popitem(last=False)[0], None)
+        if is_failed:
             self.endpoint.dismiss(live.name, "it failed" if problem is None else one_line(problem))
             logger.error("the episode %s failed: %s", id, problem)
             return
         trajectory = done.result()
         self.endpoint.dismiss(live.name, trajectory.error or f"its stop reason was {trajectory.stop_reason.value}")
-        self._ended[live.name] = trajectory
-        if len(self._ended) > MAX_KEPT:
-            self._keys.pop(self._ended.popitem(last=False)[0], None)
         if self._record is not None:
             self._record(TrajectoryGroup(id=id, task=trajectory.task, trajectories=(trajectory,)))
 
@@ -256,6 +258,7 @@ class OpenAIService:
         live = self._of(request)
         if live is None:
             trajectory = self._ended[request.path_params["name"]]
+            assert trajectory is not None
             return json_answer({"status": "ended", "stop_reason": trajectory.stop_reason.value, "error": trajectory.error})
         assert live.session is not None
         return json_answer({"status": "live", "num_calls": live.session.num_calls})
@@ -287,7 +290,7 @@ class OpenAIService:
         if name not in self._keys:
             raise BadRequest("there is no such episode, or it ended long ago", status=404, code="not_found")
         self.endpoint.check_reward_key(request, self._keys[name])
-        if name not in self._live and name not in self._ended:
+        if name not in self._live and self._ended[name] is None:
             raise BadRequest("the episode failed and left no trajectory", status=410, code="episode_ended")
         return self._live.get(name)
 
