@@ -170,8 +170,11 @@ class BlackBox(SessionScheduler):
             raise ConfigError(
                 f"black_box: host is {host!r}, which agents cannot connect to; set reach_as to a name that they can reach"
             )
-        if self.max_calls < 1:
-            raise ConfigError(f"black_box: max_calls is {self.max_calls}; use at least 1")
+        for name, numbers in (("max_calls", range(1, 1 << 31)), ("port", range(1 << 16))):
+            number = getattr(self, name)
+            if isinstance(number, bool) or not isinstance(number, int) or number not in numbers:
+                limits = f"from {numbers[0]} to {numbers[-1]}"
+                raise ConfigError(f"black_box: {name} is {number!r}; use a whole number {limits}")
         function = self._function
         self._arguments = () if function is None else _arguments_of(function, self._kwargs, str(agent))
         if function is not None and "reward_key" in self._arguments and self.reward != "posted":
