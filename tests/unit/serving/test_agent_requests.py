@@ -77,6 +77,12 @@ def test_claude_code_is_served():
     assert names(request) == ["Bash"]
 
 
+def test_user_message_without_blocks_is_refused():
+    with pytest.raises(BadRequest) as refused:
+        messages.parse({**CLAUDE, "messages": [{"role": "user", "content": []}, *CLAUDE["messages"]]})
+    assert refused.value.param == "messages[0].content"
+
+
 def test_codex_is_served_without_the_tools_of_a_server(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING):
         request = responses.parse(CODEX, ResponseCache())

@@ -125,6 +125,8 @@ def _messages_of(message: Any, where: str) -> list[dict[str, Any]]:
         return [_turn(content, where)]
     if role == "system":
         return [{"role": role, "content": _blocks(content, where)}]
+    if not content:
+        raise BadRequest(f"{where}.content is empty; a message needs at least one block", param=f"{where}.content")
     messages: list[dict[str, Any]] = []
     parts = []
     for block in content:
