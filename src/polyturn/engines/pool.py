@@ -214,7 +214,7 @@ class EnginePool(BaseEngine):
         waiting.is_aborted = True
         if not waiting.assigned.done():
             waiting.assigned.cancel()
-        elif not waiting.assigned.cancelled():
+        elif not waiting.assigned.cancelled() and waiting.assigned.exception() is None:
             await waiting.assigned.result().engine.abort(request_id)
 
     async def end_session(self, session_id: str) -> None:

@@ -12,6 +12,7 @@ import pytest
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest, SamplingParams
 from polyturn.engines.pool import EnginePool
 from polyturn.engines.remote import EngineLostError
+from polyturn.engines.replica import PooledRequest, Replica
 from support.parts import virtual
 from support.refusals import refuses_later
 from support.timed_engine import TimedEngine
@@ -136,6 +137,21 @@ async def test_abort_reaches_waiting_and_running_requests() -> None:
     done = await asyncio.gather(*tasks[:2])
     await asyncio.wait({tasks[2]})
     assert ([c.finish_reason for c in done], pool.replicas[0].load) == ([FinishReason.ABORT, FinishReason.ABORT], 0)
+
+
+@virtual
+async def test_abort_of_a_request_that_is_just_given_up_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, aborted = EnginePool(servers(1)), []
+
+    async def give_up(waiting: PooledRequest) -> Replica:
+        waiting.assigned.set_exception(EngineLostError("no server was up"))
+        await pool.abort("g/0/0")  # before the request learns that it is lost
+        aborted.append("g/0/0")
+        return await waiting.assigned
+
+    monkeypatch.setattr(pool.admission, "place", give_up)
+    await refuses_later(lambda: pool.generate(ask("g/0")), EngineLostError, "no server was up")
+    assert aborted == ["g/0/0"]
 
 
 @virtual
