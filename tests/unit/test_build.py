@@ -14,7 +14,7 @@ import torch
 
 from polyturn import build
 from polyturn.algorithms.advantages import grpo
-from polyturn.build.model import build_codec, build_outline
+from polyturn.build.model import build_codec, build_media, build_outline
 from polyturn.build.parts import build_scheduler
 from polyturn.cli.main import main
 from polyturn.core.errors import ConfigError, DataError
@@ -54,6 +54,12 @@ def test_rollout_gets_the_settings_of_the_config(parts: build.Parts):
     assert set(context.interactions) == {"coach"}
     assert type(context.scheduler) is MultiTurnScheduler and context.sanity_every == 3
     assert parts.template.renders_tools
+
+
+def test_own_processor_that_raises_is_a_sentence(parts: build.Parts, tmp_path: Path):
+    source = tiny_source(tmp_path, "model.processor=looks.py:make")
+    (tmp_path / "looks.py").write_text("def make(tokenizer):\n    raise RuntimeError('on fire')\n")
+    refuses(lambda: build_media(source, parts.context.codec, None), ConfigError, "looks.py:make", "on fire", "line 2")
 
 
 def test_rollout_workers_share_max_concurrent(parts: build.Parts, tmp_path: Path):

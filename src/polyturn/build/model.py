@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from polyturn.config.config_source import ConfigSource, folder_or_name
 from polyturn.config.models import RunConfig, TrainTokenizerConfig
-from polyturn.core.errors import ConfigError, one_line, raised_at
+from polyturn.core.errors import PLUGIN_RAISES, ConfigError, one_line, raised_at
 from polyturn.infra.live import LiveObject, NameOrObject, names_code
 from polyturn.infra.plugins import import_attr
 from polyturn.tokens.codec import Codec, load_codec
@@ -226,7 +226,7 @@ def build_media(config_source: ConfigSource, codec: Codec, model: PreTrainedMode
     """Make the processor of a model that reads more than text; None for a text model.
 
     Raises:
-        ConfigError: the processor `model.processor` does not exist, or does not fit the tokenizer.
+        ConfigError: the processor `model.processor` does not exist, raises, or does not fit the tokenizer.
     """
     from polyturn.training import hf
 
@@ -236,7 +236,11 @@ def build_media(config_source: ConfigSource, codec: Codec, model: PreTrainedMode
         return None
     if name is not None and names_code(name):
         make = import_attr(name, base=config_source.base, key="model.processor")
-        return MediaProcessor(make(codec.tokenizer), codec)
+        try:
+            processor = make(codec.tokenizer)
+        except PLUGIN_RAISES as problem:
+            raise ConfigError(f"model.processor: {name!r} raised {one_line(problem)}{raised_at(problem)}") from problem
+        return MediaProcessor(processor, codec)
     try:
         source = folder_or_name(str(name or config.path), config_source.base)
         return MediaProcessor(load_processor(source, revision=config.revision if name is None else None), codec)
