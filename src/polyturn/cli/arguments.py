@@ -134,6 +134,11 @@ def new_file(file: Path | None) -> Path | None:
     return file
 
 
+def is_given(context: typer.Context, name: str) -> bool:
+    """Return whether a parameter is on the command line."""
+    return getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
+
+
 def refuse_unused(context: typer.Context, used: Collection[str], *, here: str) -> None:
     """Raise for given options that have no effect in combination with others.
 
@@ -147,8 +152,7 @@ def refuse_unused(context: typer.Context, used: Collection[str], *, here: str) -
     """
     for parameter in context.command.params:
         name = str(parameter.name)
-        is_given = getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
-        if is_given and name not in used and context.params[name]:
+        if is_given(context, name) and name not in used and context.params[name]:
             written = (
                 " ".join(context.params[name]) if parameter.param_type_name == "argument" else max(parameter.opts, key=len)
             )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from polyturn.cli.arguments import CheckpointOption, ConfigArgument, JsonFlag, Overrides, declare, refuse_unused
+from polyturn.cli.arguments import CheckpointOption, ConfigArgument, JsonFlag, Overrides, declare, is_given, refuse_unused
 from polyturn.cli.console import Output, command
 from polyturn.cli.dialects import begin
 from polyturn.core.errors import ConfigError
@@ -54,6 +54,8 @@ def main(
         refuse_unused(context, {"config", "overrides", "checkpoint", "model", "as_json"}, here="without --endpoint")
     elif not model or checkpoint is not None:
         raise ConfigError("--endpoint needs --model NAME, the model's name at the endpoint, and takes no --checkpoint")
+    elif key_env not in os.environ and is_given(context, "key_env"):
+        raise ConfigError(f"--key-env {key_env}: this environment variable is not set; set it to the endpoint's key")
     if not model:
         begin(config, overrides or [])
     from polyturn.api.evaluating import evaluate_endpoint, evaluate_sets

@@ -340,6 +340,15 @@ def test_command_evaluates_an_endpoint_without_torch(serve: Any, tmp_path: Path)
     assert trajectory.metrics["text_only"] == 1.0 and trajectory.turns[0].message.text == "quiet"
 
 
+def test_named_variable_without_a_key_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from polyturn.cli.main import main
+
+    monkeypatch.delenv("MY_KEY", raising=False)
+    config = write_tiny_run(tmp_path)
+    called = call_command(main, "eval", config, "--endpoint", "http://h/v1", "--model", "m", "--key-env", "MY_KEY")
+    assert called.code == 2 and "MY_KEY" in called.err
+
+
 def test_endpoint_needs_a_model_name(tmp_path: Path):
     from polyturn.cli.main import main
 
