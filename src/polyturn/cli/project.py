@@ -16,7 +16,7 @@ from polyturn.build.parts import check_plugins
 from polyturn.cli.dialects import load_native
 from polyturn.config.config_source import ConfigSource, folder_or_name
 from polyturn.config.load import base_of
-from polyturn.core.errors import ConfigError, PolyturnError
+from polyturn.core.errors import ConfigError, PolyturnError, one_line
 from polyturn.tokens.hub import only_cached
 
 
@@ -69,7 +69,12 @@ def _model(source: ConfigSource) -> str:
     file = Path(where) / "config.json"
     if not file.is_file():
         raise ConfigError(f"{where!r} has no config.json; set model.path to a folder in Hugging Face format, or a hub name")
-    fields = json.loads(file.read_text(encoding="utf-8"))
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as problem:  # a file in another encoding raises a ValueError, too
+        raise ConfigError(f"{str(file)!r} cannot be read ({one_line(problem)}); copy the model again") from problem
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{str(file)!r} does not contain a JSON object; copy the model again")
     sizes = f"{fields.get('num_hidden_layers')} layers of {fields.get('hidden_size')}"
     return f"{(fields.get('architectures') or ['?'])[0]} in {where}: {sizes}"
 

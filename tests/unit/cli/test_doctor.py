@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from polyturn.cli import doctor
+from polyturn.cli.project import explain
 
 
 def test_environment_extras_and_servers_are_named(capsys: pytest.CaptureFixture[str]):
@@ -50,3 +52,13 @@ def test_missing_package_comes_with_its_install_command(capsys: pytest.CaptureFi
     assert "not installed: pip install 'polyturn[train]'" in shown
     for feature in ("launching vLLM servers", "launching SGLang servers", "evaluating models behind an endpoint"):
         assert feature in shown
+
+
+@pytest.mark.parametrize("content", [b'{"num_hidden', b"[]", b"3", b"\xff"])
+def test_damaged_config_of_a_model_is_a_problem(content: bytes, tmp_path: Path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_bytes(content)
+    (tmp_path / "config.yaml").write_text("model: {path: model}\n")
+    parts = {name: (text, is_right) for name, text, is_right in explain(tmp_path)}
+    text, is_right = parts["model"]
+    assert not is_right and "config.json" in text and "training" in parts
