@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -105,6 +106,8 @@ def main(
     _refuse_unused_here(context)
     from polyturn.cli import serve_openai, serve_services
 
+    if not math.isfinite(grace):
+        raise ConfigError(f"--grace is {grace}; give a finite number of seconds")
     options = ServeOptions(
         host=host,
         port=port,

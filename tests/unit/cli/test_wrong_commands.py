@@ -351,6 +351,7 @@ def test_unreachable_hub_is_asked_once(tmp_path: Path) -> None:
         ("report runs/none", "no folder 'runs/none'"),
         ("report runs/none --metric reward/mean", "no folder 'runs/none'"),
         # values that do not fit
+        ("serve --model x --grace inf", "--grace is inf"),
         ("export x -o y --dtype nonsense", "Invalid value for '--dtype': 'nonsense' is not one of 'float32'"),
         ("train c.yaml --gpus many", "--gpus': it must be a whole number"),
         # options that are given twice
