@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from polyturn.core.errors import ConfigError
-from polyturn.core.trajectory import Trajectory
+from polyturn.core.trajectory import SpanSource, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +40,7 @@ class Overlong:
         if not self.buffer:
             return 0.0
         assert self.max_tokens is not None
-        length = sum(len(trajectory.span(ref)) for turn in trajectory.turns for ref in turn.spans)
+        spans = (trajectory.span(ref) for turn in trajectory.turns for ref in turn.spans)
+        length = sum(len(span) for span in spans if span.source is not SpanSource.PROMPT)  # a rewrite adds prompt spans
         exceeded = length - (self.max_tokens - self.buffer)
         return -self.penalty * min(max(exceeded / self.buffer, 0.0), 1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 from pathlib import Path
 from typing import Any
@@ -262,6 +263,20 @@ async def test_penalty_does_not_depend_on_the_weights() -> None:
     for buffer in (-1, 101):
         with pytest.raises(ConfigError, match=f"buffer is {buffer}"):
             Overlong(max_tokens=100, buffer=buffer)
+
+
+async def test_prompt_after_a_rewrite_costs_nothing() -> None:
+    before = of_length(40)
+    shorter = (
+        Span(ids=np.zeros(200, np.int32), source=SpanSource.PROMPT, turn=0),
+        Span(ids=np.zeros(30, np.int32), source=SpanSource.SAMPLED, turn=1, policy_version=0),
+    )
+    first = dataclasses.replace(before.turns[0], spans=(*before.turns[0].spans, SpanRef(1, 0)))
+    second = dataclasses.replace(before.turns[0], index=1, spans=(SpanRef(1, 1),))
+    segments = (*before.segments, Segment(spans=shorter))
+    rewritten = dataclasses.replace(before, turns=(first, second), segments=segments)
+    assert Overlong(max_tokens=100, buffer=20).score(rewritten) == 0.0
+    assert Overlong(max_tokens=80, buffer=20).score(rewritten) == -0.5
 
 
 PROGRAM = "```python\n{}\n```"
