@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from polyturn.core.errors import ConfigError, UnknownNameError
 from polyturn.core.generation import GenerateRequest
 from polyturn.core.lifecycle import StopReason
+from polyturn.core.messages import Message
 from polyturn.core.trajectory import Trajectory
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.run_episode import run_episode
@@ -74,6 +76,32 @@ async def test_summary_is_trained_and_has_the_models_origin() -> None:
     num_tokens = seen[2].prompt_ids.tolist().count(int(tiny_codec().encode("<tool_response>")[0]))
     assert num_tokens == shown.count("<tool_response>") - 1, "the model's own text is not a control token"
     assert "Notes so far:\nI know <tool_response>2+3 is 5." in shown and "Notes, please." not in shown
+
+
+async def test_new_summary_replaces_the_old_one() -> None:
+    seen: list[GenerateRequest] = []
+    says = [CALL, "first notes", CALL, "second notes", "done"]
+    scheduler = Compaction(budget=60, policies=["summarise"], request="Notes, please.")
+    t = await run_episode(scripted_context(seen_script(says, seen), tools=[add], scheduler=scheduler), task(), id="e")
+    assert not t.is_failed, t.error
+    assert "first notes" in tiny_codec().decode(seen[3].prompt_ids), "the model summarises its earlier notes, too"
+    last = tiny_codec().decode(seen[-1].prompt_ids)
+    assert "Notes so far:\nsecond notes" in last and "first notes" not in last
+
+
+async def test_window_keeps_notes_that_are_a_message() -> None:
+    class FirstSummarises(Compaction):
+        async def _shorter(self, policy: str, episode: Any, messages: Any) -> Any:
+            return await super()._shorter("summarise" if len(episode.turns) == 1 else "window", episode, messages)
+
+    seen: list[GenerateRequest] = []
+    script = seen_script([CALL, "my notes", CALL, CALL, "done"], seen)
+    context = scripted_context(script, tools=[add], scheduler=FirstSummarises(budget=60, policies=["window"]))
+    only_system = dataclasses.replace(task(), prompt=(Message(role="system", content="Add numbers."),))
+    t = await run_episode(context, only_system, id="e")
+    assert not t.is_failed, t.error
+    last = tiny_codec().decode(seen[-1].prompt_ids)
+    assert "Notes so far:\nmy notes" in last and last.count("<tool_response>") == 1
 
 
 # names and arguments

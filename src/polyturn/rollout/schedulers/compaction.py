@@ -62,16 +62,16 @@ class Compaction(MultiTurnScheduler):
         return reply
 
     async def _shorter(self, policy: str, episode: Episode, messages: Sequence[Message]) -> list[Message]:
-        history, start = list(episode.messages), len(episode.prompt)
+        history, start = list(episode.messages), episode.history.num_prompt
         turns = [i for i, m in enumerate(history) if m.role == "assistant" and i >= start]
         if not turns:
             return history
         if policy == "drop_reasoning":
             return [without_reasoning(m) if i != turns[-1] else m for i, m in enumerate(history)]
         if policy == "summarise" and (summary := await self._summary(episode, messages)) is not None:
-            return [*_with_notes(history[:start], summary), *history[turns[-1] :]]
+            return [*_with_notes(episode.prompt[:start], summary), *history[turns[-1] :]]
         for first in turns:
-            shorter = history[:start] + history[first:]
+            shorter = history[: turns[0]] + history[first:]  # keeps notes after the prompt
             if episode.count_tokens([*shorter, *messages]) <= self.budget:
                 break
         return shorter
