@@ -113,6 +113,7 @@ async def test_window_keeps_notes_that_are_a_message() -> None:
         (lambda: schedulers.resolve("compactoin"), UnknownNameError, "'compactoin'.*'compaction'"),
         (lambda: Compaction(budget=10, policies=[]), ConfigError, "policies is empty.*window"),
         (lambda: Compaction(budget=10, policies=["windows"]), ConfigError, "'windows'.*'window'"),
+        (lambda: Compaction(budget=10, policies="window"), ConfigError, "policies is 'window'.*a list"),
         (lambda: Compaction(budget=0), ConfigError, "budget is 0"),
     ],
 )

@@ -38,6 +38,8 @@ class Compaction(MultiTurnScheduler):
     def __init__(
         self, *, budget: int, policies: Sequence[str] = ("drop_reasoning", "window"), request: str = REQUEST
     ) -> None:
+        if isinstance(policies, str):
+            raise ConfigError(f"compaction: policies is {policies!r}; write a list, [{policies}]")
         if not policies:
             raise ConfigError(f"compaction: policies is empty; give at least one of {', '.join(POLICIES)}")
         if unknown := [p for p in policies if p not in POLICIES]:
