@@ -192,7 +192,7 @@ def compute_score(solution_str: Any, ground_truth: Any, *, sandbox: Sandbox, con
         solution_str: The text of the model; its last fenced code block is the program.
         ground_truth: {"inputs": […], "outputs": […]}, or this as JSON text. If it has a "fn_name", an input contains the
             arguments of that function (one JSON value per line, or a list), and the output is its result. If not, the
-            program reads the input from stdin and prints the output.
+            program reads the input from stdin and prints the output; both are texts or lists of lines.
         sandbox: The sandbox that runs the program.
         continuous: Whether the score is the share of passed tests.
 
@@ -238,8 +238,14 @@ def _read_cases(truth: Any) -> tuple[str | None, Sequence[tuple[Any, Any]]]:
     if not cases:
         raise DataError(f"the ground_truth {truth!r:.100} has no test")
     if name is None:
-        return name, cases
+        return name, [(_joined(stdin), _joined(expected)) for stdin, expected in cases]
     return name, [(stdin, _as_value(expected)) for stdin, expected in cases]
+
+
+def _joined(text: Any) -> Any:
+    """Return a list of lines, as APPS has them, as one text; return any other value unchanged."""
+    is_lines = isinstance(text, list | tuple) and all(isinstance(line, str) for line in text)
+    return "\n".join(text) if is_lines else text
 
 
 def _as_value(expected: Any) -> Any:

@@ -209,6 +209,13 @@ def test_program_must_print_what_each_test_expects(service: Service) -> None:
     assert first["code"] == "print(int(input()) + 1)\n"
 
 
+def test_tests_of_a_program_may_be_lists_of_lines(service: Service) -> None:
+    lines = {"inputs": [["2", "3"], ["4", "5"]], "outputs": [["2", "3"], ["4", "5"]]}
+    body = "```python\nprint(input())\nprint(int(input()))\n```"
+    assert code.compute_score(body, lines, sandbox=code.Sandbox(url=service[0])) == 1.0
+    assert code.compute_score(body, {**lines, "outputs": [["2"], ["4"]]}, sandbox=code.Sandbox(url=service[0])) == 0.0
+
+
 @pytest.mark.parametrize(
     "body", ["def add(a, b):\n    return [a + b]", "class Solution:\n    def add(self, a, b):\n        return [a + b]"]
 )
