@@ -49,7 +49,7 @@ _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 _CALL = """
 
 import json as _json, sys as _sys
-_arguments = [_json.loads(line) for line in _sys.stdin.read().splitlines() if line.strip()]
+_arguments = [_json.loads(line) for line in _sys.stdin.read().split('\\n') if line.strip()]
 _function = globals().get({name!r}) or getattr(Solution(), {name!r})
 print(_json.dumps(_function(*_arguments)))
 """

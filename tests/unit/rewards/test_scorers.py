@@ -216,6 +216,12 @@ def test_tests_of_a_program_may_be_lists_of_lines(service: Service) -> None:
     assert code.compute_score(body, {**lines, "outputs": [["2"], ["4"]]}, sandbox=code.Sandbox(url=service[0])) == 0.0
 
 
+def test_text_of_an_argument_may_have_any_line_separator(service: Service) -> None:
+    tests = {"fn_name": "f", "inputs": ['"a\u2028b\x85c"\n2'], "outputs": [5]}
+    body = "```python\ndef f(text, number):\n    return len(text)\n```"
+    assert code.compute_score(body, tests, sandbox=code.Sandbox(url=service[0])) == 1.0
+
+
 @pytest.mark.parametrize(
     "body", ["def add(a, b):\n    return [a + b]", "class Solution:\n    def add(self, a, b):\n        return [a + b]"]
 )
