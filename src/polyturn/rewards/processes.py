@@ -14,15 +14,16 @@ library.
 
 from __future__ import annotations
 
-import atexit
 import socket
 import sys
 import threading
+import weakref
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, Literal
 
-from polyturn.core.errors import RewardError
+from polyturn.core.errors import RewardError, one_line
 from polyturn.infra.deadline import Stretch
 from polyturn.infra.plugins import NAMESPACES, offered
 from polyturn.infra.process import ManagedProcess
@@ -68,7 +69,7 @@ class Processes:
         self._log = log
         self._free = threading.Semaphore(num)
         self._idle: list[_Process] = []
-        atexit.register(self.close)
+        weakref.finalize(self, _close, self._idle)  # or when this process exits
 
     def __call__(self, **arguments: Any) -> Any:
         """Call the function in one of the processes and return its result.
@@ -78,10 +79,16 @@ class Processes:
             EndedCallError: the process ended.
             RewardError: the function raised, no process could be started, or arguments or result cannot be pickled.
         """
+        try:
+            message = ForkingPickler.dumps(arguments)
+        except Exception as problem:
+            raise RewardError(
+                f"the arguments of {self._function} cannot be sent to its process: {one_line(problem)}"
+            ) from problem
         with Stretch.paused(), self._free:
             process = self._idle.pop() if self._idle else _Process(self._function, self._base, self._log)
             try:
-                is_returned, value = process.call(arguments, timeout_s=self.timeout_s)
+                is_returned, value = process.call(message, timeout_s=self.timeout_s)
             except BaseException:
                 process.close()  # its answer may still arrive; reused, the process would give it to the next call
                 raise
@@ -92,8 +99,12 @@ class Processes:
 
     def close(self) -> None:
         """End the idle processes."""
-        while self._idle:
-            self._idle.pop().close()
+        _close(self._idle)
+
+
+def _close(processes: list[_Process]) -> None:
+    while processes:
+        processes.pop().close()
 
 
 class _Process:
@@ -109,21 +120,22 @@ class _Process:
         self._connection = Connection(ours.detach())
         stand_ins = [root for root in offered(NAMESPACES) if root in sys.modules]
         try:
-            self._exchange((sys.path, stand_ins, function, base), timeout_s=START_S, what=" to import its module")
+            start = ForkingPickler.dumps((sys.path, stand_ins, function, base))
+            self._exchange(start, timeout_s=START_S, what=" to import its module")
         except BaseException as problem:
             self.close()
             if isinstance(problem, LateCallError | EndedCallError):
                 raise RewardError(str(problem)) from problem  # not a LateCallError: no call has been made yet
             raise
 
-    def call(self, arguments: dict[str, Any], *, timeout_s: float) -> tuple[bool, Any]:
-        """Call the function; return (True, its result), or (False, its error as text)."""
+    def call(self, arguments: memoryview, *, timeout_s: float) -> tuple[bool, Any]:
+        """Call the function with pickled arguments; return (True, its result), or (False, its error as text)."""
         answer: tuple[bool, Any] = self._exchange(arguments, timeout_s=timeout_s)
         return answer
 
-    def _exchange(self, message: Any, *, timeout_s: float, what: str = "") -> Any:
+    def _exchange(self, message: memoryview, *, timeout_s: float, what: str = "") -> Any:
         try:
-            self._connection.send(message)
+            self._connection.send_bytes(message)
             if not self._connection.poll(timeout_s):
                 raise LateCallError(f"it took longer than {timeout_s:g} s{what}")
             answer = self._connection.recv()

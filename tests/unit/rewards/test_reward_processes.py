@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +131,22 @@ def test_process_is_used_again_after_an_error(folder: Path) -> None:
     refuses(lambda: scorer(solution_str=None), RewardError, "NoneType")
     assert scorer(solution_str="abc") == first
     scorer.close()
+
+
+def test_arguments_that_cannot_be_sent_name_the_function(folder: Path) -> None:
+    scorer = Processes("plain.py:main_thread", base=folder, num=1, timeout_s=60.0)
+    refuses(lambda: scorer(solution_str=lambda: 0), RewardError, "plain.py:main_thread", "cannot be sent")
+    assert scorer(solution_str="abc")["score"] == 3
+    scorer.close()
+
+
+def test_processes_end_with_their_owner(folder: Path) -> None:
+    scorer = Processes("plain.py:main_thread", base=folder, num=1, timeout_s=60.0)
+    pid = scorer(solution_str="abc")["pid"]
+    del scorer
+    gc.collect()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
 
 
 def test_objects_of_this_process_are_refused(folder: Path) -> None:
