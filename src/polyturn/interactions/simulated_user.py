@@ -25,9 +25,9 @@ from uuid import uuid4
 from pydantic import model_validator
 
 from polyturn.core.code_origin import defined_at
-from polyturn.core.errors import ConfigError, DataError, InteractionError, one_line
+from polyturn.core.errors import ConfigError, DataError, InteractionError, one_line, plugin_errors_as
 from polyturn.core.seeds import derive_seed
-from polyturn.infra.deadline import CallWithDeadline
+from polyturn.infra.deadline import CallWithDeadline, DeadlineError
 from polyturn.infra.plugins import import_attr
 from polyturn.infra.settings import AtLeastOne, Score, Text
 from polyturn.interactions.base import ConversationView, SpeakOptions, ViewInteraction
@@ -247,11 +247,15 @@ class SimulatedUser(ViewInteraction):
 
     async def _stops(self, messages: Sequence[Mapping[str, Any]]) -> bool:
         assert self._predicate is not None
-        answer = await self._bounded.run(functools.partial(self._predicate, messages))
+        at = defined_at(self._predicate)
+        with plugin_errors_as(f"{self._who}: stop_when", InteractionError):
+            try:
+                answer = await self._bounded.run(functools.partial(self._predicate, messages))
+            except DeadlineError as problem:
+                late = f"{self._who}: stop_when took longer than {STOP_TIMEOUT_S:g} s; make it quicker{at}"
+                raise InteractionError(late) from problem
         if answer not in (True, False, None):
-            raise InteractionError(
-                f"{self._who}: stop_when returned {answer!r:.100}; return True or False{defined_at(self._predicate)}"
-            )
+            raise InteractionError(f"{self._who}: stop_when returned {answer!r:.100}; return True or False{at}")
         return bool(answer)
 
     def _instructions(self, kwargs: Mapping[str, Any]) -> str:

@@ -137,6 +137,20 @@ async def test_predicate_ends_the_conversation(tmp_path: Path) -> None:
         assert (await reply(partner))[0::2] == (True, 0.5)
 
 
+@pytest.mark.parametrize(
+    ("body", "limit_s", "message"),
+    [("return messages[0]['mood']", 60.0, "stop_when raised KeyError: 'mood'"), ("wait()", 0.2, "stop_when took")],
+)
+async def test_predicate_that_fails_is_named(
+    tmp_path: Path, body: str, limit_s: float, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("polyturn.interactions.simulated_user.STOP_TIMEOUT_S", limit_s)
+    (tmp_path / "rule.py").write_text(f"import threading\nwait = threading.Event().wait\ndef over(messages):\n    {body}\n")
+    async with serve(says("Thanks.")) as server:
+        rule = f"{tmp_path / 'rule.py'}:over"
+        await refuses_later(lambda: reply(user(server.url, stop_when=rule)), InteractionError, message, "rule.py")
+
+
 async def test_user_turns_are_bounded() -> None:
     async with serve(says("More.")) as server:
         context = scripted_context(["a", "b", "c", "d"], interactions={"user": user(server.url, max_user_turns=2)})
