@@ -82,14 +82,14 @@ class Reply:
         if isinstance(value, Reply):
             if all(isinstance(m, Message) for m in value.messages):
                 return value
-            return replace(value, messages=cls.of(list(value.messages)).messages)
+            return replace(value, messages=cls.of(list(value.messages), source=source).messages)
         if value is None:
             return cls()
         if isinstance(value, str):
             return cls(messages=(Message(role="user", content=value),))
         if isinstance(value, Message | Mapping):
             return cls(messages=(Message.from_openai(value),))
-        if isinstance(value, Sequence):
+        if isinstance(value, Sequence) and all(isinstance(m, Message | Mapping) for m in value):
             return cls(messages=tuple(Message.from_openai(m) for m in value))
         name = f"{type(source.__self__).__name__}.step" if inspect.ismethod(source) else "step"
         raise SchedulerError(

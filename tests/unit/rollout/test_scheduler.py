@@ -36,7 +36,8 @@ USER = Message(role="user", content="go on")
 )
 def test_step_may_return_text_messages_or_a_reply(returned: Any, messages: tuple[Message, ...]) -> None:
     assert Reply.of(returned).messages == messages
-    refuses(lambda: Reply.of(3), SchedulerError, "3")
+    for wrong in (3, [3], ["go on"], Reply(messages=(3,))):  # type: ignore[arg-type]
+        refuses(lambda wrong=wrong: Reply.of(wrong), SchedulerError, "returned", "3" if wrong != ["go on"] else "['go on']")
 
 
 @pytest.mark.parametrize(
