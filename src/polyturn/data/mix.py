@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from polyturn.core.errors import CheckpointError, ConfigError, did_you_mean
 from polyturn.core.task import Task
 from polyturn.data.options import MixOptions
-from polyturn.data.sampler import TaskSampler, Visit
+from polyturn.data.sampler import OTHER_SAMPLER, TaskSampler, Visit
 
 MEMORY = 0.9
 """Share of the old value when a step updates a source's average success rate; the rest is the step's success rate."""
@@ -154,6 +154,8 @@ class TaskMix(TaskSampler):
         Raises:
             CheckpointError: the state belongs to other tasks or another seed.
         """
+        if "sources" not in state:
+            raise CheckpointError(OTHER_SAMPLER)
         mine = self._identity()
         for key, value in mine.items():
             if state.get(key) != value:

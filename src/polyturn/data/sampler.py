@@ -26,6 +26,8 @@ from polyturn.core.task import Task
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.infra.plugin_shape import CallShape, Shape
 
+OTHER_SAMPLER = "the checkpoint's tasks were drawn with another `data.sampler`; resume with the same one, or start a new run"
+
 
 class Visit(NamedTuple):
     """One visit of a task."""
@@ -113,6 +115,8 @@ class TaskSampler:
         Raises:
             CheckpointError: the state belongs to another dataset size, seed or order.
         """
+        if "size" not in state:
+            raise CheckpointError(OTHER_SAMPLER)
         for key, mine in (("size", self.size), ("seed", self._seed), ("shuffle", self._shuffle)):
             if state[key] != mine:
                 raise CheckpointError(

@@ -11,7 +11,7 @@ import pytest
 from polyturn.core.errors import CheckpointError, ConfigError
 from polyturn.data.mix import MixState, TaskMix
 from polyturn.data.options import MixOptions
-from polyturn.data.sampler import Visit
+from polyturn.data.sampler import TaskSampler, Visit
 from polyturn.testing.episodes import task
 from support.refusals import refuses
 
@@ -82,6 +82,12 @@ def test_mix_resumes_from_a_checkpoint():
     assert steps_of(second, 4) == steps_of(first, 4)
     with pytest.raises(CheckpointError, match="mix of tasks has seed 0, but this run has 1"):
         mix({"a": 1, "b": 1, "c": 1}, seed=1).load_state_dict(first.state_dict())
+
+
+def test_checkpoint_of_another_sampler_is_refused():
+    mixed, plain = mix({"a": 1, "b": 1, "c": 1}), TaskSampler(len(TASKS), seed=0)
+    refuses(lambda: plain.load_state_dict(mixed.state_dict()), CheckpointError, "data.sampler")
+    refuses(lambda: mixed.load_state_dict(plain.state_dict()), CheckpointError, "data.sampler")
 
 
 def test_substitute_task_is_of_the_same_source():
