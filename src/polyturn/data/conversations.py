@@ -9,11 +9,12 @@ without the key every configured tool is offered, and an empty list offers none.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from polyturn.core.code_origin import defined_at
 from polyturn.core.errors import ConfigError, DataError, one_line
 from polyturn.core.messages import Message
 from polyturn.core.reward import as_score, brief
@@ -51,6 +52,8 @@ class Conversation:
         Raises:
             DataError: the row has no messages, or they are invalid; the message starts with `where`.
         """
+        if not isinstance(row, Mapping):
+            raise DataError(f"{where}: a conversation is an object with `messages`, not {brief(row)}")
         messages = row.get("messages")
         if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
             raise DataError(f"{where}: a conversation needs a non-empty list `messages`; the row has the keys {sorted(row)}")
@@ -98,7 +101,9 @@ def generate_conversations(path: NameOrObject, *, base: Path | None = None, **kw
         inspect.signature(make).bind(**kwargs)
     except TypeError as problem:
         raise ConfigError(f"{path!r} does not accept {kwargs!r}: {one_line(problem)}") from problem
-    generated = list(make(**kwargs))
+    generated = make(**kwargs)
+    if not isinstance(generated, Iterable) or isinstance(generated, str | Mapping):
+        raise DataError(f"{path!r} returned {brief(generated)}; return a list of conversations{defined_at(make)}")
     rows = [
         c if isinstance(c, Conversation) else Conversation.from_row(c, where=f"{path}[{i}]") for i, c in enumerate(generated)
     ]

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 
 from polyturn.core.errors import DataError
 from polyturn.core.messages import Message, ToolCall
 from polyturn.core.metrics import Mean, Metrics
 from polyturn.core.sample import TrainSample
-from polyturn.data.conversations import Conversation
+from polyturn.data.conversations import Conversation, generate_conversations
+from polyturn.infra.live import LiveObject
 from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context, task, tiny_codec
 from polyturn.tokens.delta import DeltaEncoder
@@ -85,6 +87,16 @@ def test_weight_that_is_no_number_is_refused_with_its_row():
             "said.jsonl, line 7: the `loss` of a message",
             repr(loss),
         )
+
+
+@pytest.mark.parametrize("row", [[1], "a text", None])
+def test_row_that_is_no_object_is_refused(row):
+    refuses(lambda: Conversation.from_row(row, where="said.jsonl, line 7"), DataError, "said.jsonl, line 7", repr(row))
+
+
+@pytest.mark.parametrize("returned", [None, "a text", {"messages": []}])
+def test_generator_of_conversations_returns_a_list(returned):
+    refuses(lambda: generate_conversations(LiveObject(lambda: returned)), DataError, repr(returned), "a list")
 
 
 def test_conversation_ends_with_its_last_assistant_turn():
