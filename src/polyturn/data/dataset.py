@@ -346,11 +346,12 @@ def check_tasks(
 
 
 def _find(path: Path, base: Path) -> list[Path]:
-    full = base / path.expanduser()
+    name = str(path.expanduser())
+    full = base / name
     if full.is_file():
         return [full]
-    if any(c in str(path) for c in "*?["):
-        matches = sorted(Path(p) for p in glob.glob(str(full), recursive=True) if Path(p).is_file())
+    if any(c in name for c in "*?["):
+        matches = sorted(p for m in glob.glob(name, root_dir=base, recursive=True) if (p := base / m).is_file())
         if not matches:
             raise DataError(f"no file matches {str(full)!r}.{inside(full.parent)}")
         return matches

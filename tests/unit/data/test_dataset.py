@@ -86,6 +86,14 @@ def test_files_and_globs_come_in_order_and_are_indexed(tmp_path: Path) -> None:
         dataset[4]
 
 
+def test_glob_starts_in_its_base_whatever_the_name_of_the_folder(tmp_path: Path) -> None:
+    base = tmp_path / "run[1]*"
+    base.mkdir()
+    write_jsonl(base / "a0.jsonl", [{"prompt": "p"}])
+    for files in ("*.jsonl", "a[0-9].jsonl"):
+        assert prompts(TaskDataset.open(files, split="train", base=base)) == ["p"]
+
+
 def test_empty_list_of_files_of_an_evaluation_is_refused_by_its_key() -> None:
     refuses(lambda: TaskDataset.open([], split="eval"), DataError, "evaluation.data.files")
 
