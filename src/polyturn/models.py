@@ -104,7 +104,7 @@ def packaged(name: str, out: str | Path | None = None, *, dtype: Dtype = "float3
     if name not in PACKAGED:
         raise ConfigError(f"polyturn knows no package with the model {name!r}.{did_you_mean(name, PACKAGED)}")
     model = PACKAGED[name]
-    folder = Path(out).expanduser() if out is not None else cache_folder() / f"{model.folder}-{dtype}"
+    folder = Path(os.path.expanduser(out)) if out is not None else cache_folder() / f"{model.folder}-{dtype}"
     if (folder / "config.json").is_file():
         return folder
     if folder.exists() and any(folder.iterdir()):

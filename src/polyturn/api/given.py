@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -207,8 +208,8 @@ class _Reader:
         if isinstance(model, StoredRun):
             model = model.folder
         if isinstance(model, str | Path) and str(model).strip():
-            folder = Path(model).expanduser()
-            weights = model_folder(folder if folder.is_dir() else None)
+            folder = Path(os.path.expanduser(model))
+            weights = model_folder(folder if os.path.isdir(folder) else None)
             return {"model": {"path": _here(weights or model), **nothing, **of_tokenizer}}
         if isinstance(model, type):
             raise ConfigError(f"model is the class {model.__name__}; give a model, {model.__name__}.from_pretrained('…')")
@@ -251,7 +252,7 @@ class _Reader:
             return self.plain(value)  # type: ignore[no-any-return]
         value = checked(value, what)
         if isinstance(value, str | Path):
-            is_file = str(value).endswith(FILES) or Path(value).is_file() or any(c in str(value) for c in "*?[")
+            is_file = str(value).endswith(FILES) or os.path.isfile(value) or any(c in str(value) for c in "*?[")
             return {**nothing, "files" if is_file else "dataset": _here(value)}
         if callable(value) and not hasattr(value, "__getitem__"):
             name = getattr(value, "__name__", type(value).__name__)
@@ -416,9 +417,9 @@ def _path_of_code(value: str, what: str, write: str) -> str:
 
 def _here(path: str | Path) -> str:
     """Return the absolute path of a file or folder; return other names, such as names on the hub, unchanged."""
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))
     is_file = str(path).endswith(FILES) or isinstance(path, Path)
-    return str(folder.absolute()) if is_file or folder.exists() else str(path)
+    return str(folder.absolute()) if is_file or os.path.exists(folder) else str(path)
 
 
 def _kind(value: Any) -> str:

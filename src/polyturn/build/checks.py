@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from polyturn.batching.loss_scale import build_loss_scale
@@ -200,7 +201,7 @@ def check_warm_start(source: ConfigSource) -> None:
         )
     if names_code(sft.conversations):
         import_attr(sft.conversations, base=source.base, key="warm_start.conversations")
-    elif not (source.base / str(sft.conversations)).exists():
+    elif not os.path.exists(source.base / str(sft.conversations)):
         raise ConfigError(
             f"warm_start.conversations is {sft.conversations!r}, and there is no such file or folder in "
             f"{str(source.base)!r}; name a jsonl file, a function as file.py:function, or a run's folder"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -246,7 +247,7 @@ def warm_start_samples(parts: Parts) -> list[TrainSample]:
         raise ConfigError("warm_start.conversations is not set; name a jsonl file, a function or a run's folder")
     if names_code(sft.conversations):
         conversations = generate_conversations(sft.conversations, base=source.base, **sft.kwargs)
-    elif (source.base / str(sft.conversations)).is_dir():
+    elif os.path.isdir(source.base / str(sft.conversations)):
         return trajectory_samples(open_store(source.base / str(sft.conversations)).trajectories(), min_reward=sft.min_reward)
     else:
         conversations = read_conversations(source.base / str(sft.conversations))
@@ -285,7 +286,7 @@ def build_records(parts: Parts, eval_sets: Sequence[EvalSet], *, environ: Mappin
     config = parts.source.config
 
     def dump(folder: str | None) -> TrajectoryDump | None:
-        return None if folder is None else TrajectoryDump(Path(folder).expanduser(), decode)
+        return None if folder is None else TrajectoryDump(Path(os.path.expanduser(folder)), decode)
 
     def decode(ids: Sequence[int]) -> str:
         return str(parts.tokenizer.decode(list(ids), skip_special_tokens=True))

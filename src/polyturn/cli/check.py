@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -76,7 +77,7 @@ def _tokenizer_of(model: str) -> str:
     Raises:
         ConfigError: the path is a file, or the folder of a run without a tokenizer.
     """
-    folder = Path(model).expanduser()
+    folder = Path(os.path.expanduser(model))
     if folder.is_file():
         raise ConfigError(f"{model!r} is a file; name the folder of a model, a tokenizer or a run, or a model on the hub")
     if not folder.is_dir() and model in PACKAGED:

@@ -9,6 +9,7 @@ without the key every configured tool is offered, and an empty list offers none.
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,7 +82,7 @@ def read_conversations(path: Path) -> list[Conversation]:
     Raises:
         DataError: the file is missing, a line is not JSON, or a row is not a conversation.
     """
-    if not path.is_file():
+    if not os.path.isfile(path):  # is_file raises for a name that is too long
         raise DataError(f"there is no file {str(path)!r}; set warm_start.conversations to a jsonl file of conversations")
     rows = JsonlRows(path)
     if not len(rows):

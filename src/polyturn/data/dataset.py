@@ -14,6 +14,7 @@ import glob
 import inspect
 import itertools
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -346,16 +347,16 @@ def check_tasks(
 
 
 def _find(path: Path, base: Path) -> list[Path]:
-    name = str(path.expanduser())
+    name = os.path.expanduser(path)
     full = base / name
-    if full.is_file():
+    if os.path.isfile(full):  # is_file raises for a name that is too long
         return [full]
     if any(c in name for c in "*?["):
         matches = sorted(p for m in glob.glob(name, root_dir=base, recursive=True) if (p := base / m).is_file())
         if not matches:
             raise DataError(f"no file matches {str(full)!r}.{inside(full.parent)}")
         return matches
-    if full.is_dir():
+    if os.path.isdir(full):
         raise DataError(
             f"{str(full)!r} is a folder; name its files, for instance {str(full / '*.parquet')!r}.{inside(full)}"
         )
@@ -371,7 +372,7 @@ def _on_hub(path: Path) -> str:
 
 def inside(folder: Path, wanted: str = "") -> str:
     """Return a sentence that lists the content of `folder`, or only the name that is close to `wanted`."""
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         return f" Its folder does not exist either: {str(folder)!r}."
     names = sorted(p.name for p in folder.iterdir())
     if not names:

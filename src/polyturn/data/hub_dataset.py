@@ -7,6 +7,7 @@ Rows become tasks by the same rules as rows of files. `columns` maps a task's co
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def open_hub_dataset(
         raise ConfigError(
             f"reading the data set {name!r} needs the package datasets, which is not installed: pip install 'polyturn[hub]'"
         ) from problem
-    folder = (base or Path()) / Path(name).expanduser()
+    folder = (base or Path()) / os.path.expanduser(name)
     why = _why_out_of_reach(name, folder)
     fetch = datasets.DownloadConfig(local_files_only=True) if why else None
     try:
@@ -77,9 +78,9 @@ def _why_out_of_reach(name: str, folder: Path) -> str | None:
     Raises:
         DataError: the name is neither a name on the hub nor a folder with rows.
     """
-    if folder.is_file():
+    if os.path.isfile(folder):  # is_file raises for a name that is too long
         raise DataError(f"`dataset` is the file {name!r}; use `files` for files")
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         if name.startswith((".", "/", "~")) or name.count("/") != 1:
             raise DataError(
                 f"there is no folder {str(folder)!r}; `dataset` is owner/name of a data set on the hub, or a folder"

@@ -11,6 +11,7 @@ References such as `${oc.env:HOME}` are resolved.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,7 +73,7 @@ def read_plugin_file(
     if isinstance(source, Mapping):
         origin, data = of, _resolved(source, where=of)
     else:
-        path = Path(source).expanduser()
+        path = Path(os.path.expanduser(source))
         path = base / path if base is not None and not path.is_absolute() else path
         origin, data = str(path), read_resolved(path)
         base = path.parent

@@ -21,6 +21,7 @@ import hashlib
 import importlib
 import importlib.util
 import logging
+import os
 import sys
 import threading
 import tomllib
@@ -296,7 +297,7 @@ def _import_attr(path: str, *, base: Path | None) -> Any:
         where, _, name = path.rpartition(".")
     if not where or not name or (not colon and name == "py"):
         raise ConfigError(f"{path!r} is not an import path; write it as 'package.module:Name' or 'file.py:Name'")
-    module = import_file((base or Path()) / Path(where).expanduser()) if where.endswith(".py") else _import_module(where)
+    module = import_file((base or Path()) / os.path.expanduser(where)) if where.endswith(".py") else _import_module(where)
     try:
         return functools.reduce(getattr, name.split("."), module)
     except AttributeError as problem:
@@ -343,7 +344,7 @@ def load_plugins(files: Sequence[str | Path], *, base: Path | None = None) -> li
     Raises:
         ConfigError: a file is missing or fails when imported, or another module has its name.
     """
-    return [_load_plugin((base or Path()).joinpath(Path(file).expanduser()).resolve()) for file in files]
+    return [_load_plugin((base or Path()).joinpath(os.path.expanduser(file)).resolve()) for file in files]
 
 
 def _load_plugin(path: Path) -> ModuleType:

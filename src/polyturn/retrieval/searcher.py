@@ -8,6 +8,7 @@ and searches by vectors run in threads.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,7 @@ class Searcher:
         if name is not None and name not in modes:
             raise ConfigError(f"the mode of a search is {name!r}.{did_you_mean(str(name), modes)}")
         return cls(
-            SearchIndex.open((base or Path()) / Path(str(config["index"])).expanduser()),
+            SearchIndex.open((base or Path()) / os.path.expanduser(str(config["index"]))),
             embedder=read_embedder(config.get("embed"), base=base),
             mode=None if name is None else Mode(name),
         )

@@ -340,6 +340,13 @@ def test_rows_may_stand_for_a_section_of_tasks() -> None:
     assert [task.ground_truth for one in build_eval_sets(source) for task in one.tasks] == ["2"]
 
 
+def test_text_that_can_be_no_path_is_a_name() -> None:
+    for name in ("~nobodyhere/x", "x" * 300):
+        source, _ = read(GivenArguments(model=name, tasks=name))
+        assert source.config.model.path == name
+        assert source.config.data.train is not None and source.config.data.train.dataset == name
+
+
 def test_interaction_needs_no_config() -> None:
     assert Customer().config == {}
     source, _ = read(GivenArguments(model="tiny", tasks=ROWS, interaction=Customer()))

@@ -120,6 +120,9 @@ def test_unreadable_row_is_named_by_its_file_and_place(tmp_path: Path) -> None:
         ("damaged.parquet", "damaged.parquet"),
         (".", "folder"),
         ([], "data.train.files"),
+        ("~nobodyhere/x.jsonl", "~nobodyhere folder"),
+        ("x" * 300 + ".jsonl", "xxx.jsonl"),
+        ("x" * 300 + "/a.jsonl", "xxx folder"),
         ("openai/gsm8k", "`dataset: openai/gsm8k` `files`"),
     ],
 )

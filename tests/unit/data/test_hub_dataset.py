@@ -70,6 +70,8 @@ def test_streaming_fetches_the_first_rows(repository: Path) -> None:
         ({"dataset": "sums", "subset": "main", "columns": {"prompt": "questions"}}, "Did you mean 'question'"),
         ({"dataset": "sums/README.md"}, "use `files` for files"),
         ({"dataset": "./nothing"}, "there is no folder"),
+        ({"dataset": "~nobodyhere/sums"}, "there is no folder '.*~nobodyhere/sums'"),
+        ({"dataset": "x" * 300}, "there is no folder '.*xxx'"),
         ({"dataset": "code"}, r"the folder '.*code' has no file with rows \(jsonl, parquet.* In that folder: game\.py\.$"),
         ({"dataset": "damaged"}, "JSON.*; see `subset` and `split`, or use `files`"),
     ],

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from polyturn.core.errors import ConfigError, MissingAttributeError, MissingModuleError, UnknownNameError
-from polyturn.infra.plugins import Registry, import_attr
+from polyturn.infra.plugins import Registry, import_attr, load_plugins
 from support.refusals import refuses
 
 PLUGIN = """
@@ -69,6 +69,11 @@ def test_file_resolves_relative_to_its_config(plugin: Path) -> None:
     assert score() == 0.5
     assert import_attr(f"{plugin}:score") is score  # loaded once, also by its absolute path
     assert import_attr(f"{plugin}:Thing.Inner").__name__ == "Inner"
+
+
+def test_home_of_an_unknown_user_is_an_ordinary_name() -> None:
+    refuses(lambda: import_attr("~nobodyhere/x.py:score"), MissingModuleError, "~nobodyhere/x.py")
+    refuses(lambda: load_plugins(["~nobodyhere/x.py"]), MissingModuleError, "~nobodyhere/x.py")
 
 
 def test_class_of_a_file_can_be_pickled(plugin: Path) -> None:

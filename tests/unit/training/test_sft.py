@@ -12,7 +12,7 @@ from polyturn.core.errors import DataError
 from polyturn.core.messages import Message, ToolCall
 from polyturn.core.metrics import Mean, Metrics
 from polyturn.core.sample import TrainSample
-from polyturn.data.conversations import Conversation, generate_conversations
+from polyturn.data.conversations import Conversation, generate_conversations, read_conversations
 from polyturn.infra.live import LiveObject
 from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context, task, tiny_codec
@@ -97,6 +97,11 @@ def test_row_that_is_no_object_is_refused(row):
 @pytest.mark.parametrize("returned", [None, "a text", {"messages": []}])
 def test_generator_of_conversations_returns_a_list(returned):
     refuses(lambda: generate_conversations(LiveObject(lambda: returned)), DataError, repr(returned), "a list")
+
+
+def test_file_of_conversations_may_not_exist(tmp_path):
+    for name in ("none.jsonl", "x" * 300):
+        refuses(lambda name=name: read_conversations(tmp_path / name), DataError, "there is no file", name)
 
 
 def test_conversation_ends_with_its_last_assistant_turn():

@@ -47,8 +47,8 @@ REWARD_OPTIONS = (
 def model(s: Source) -> None:
     """Set the model: a folder or a name on the hub."""
     path = str(s.get("model", ""))
-    if Path(path).expanduser().is_dir():
-        s.put_path("model.path", str(Path(path).expanduser()), by="model")
+    if (folder := Path(os.path.expanduser(path))).is_dir():
+        s.put_path("model.path", str(folder), by="model")
     else:
         s.put("model.path", path, by="model")
 
@@ -100,7 +100,7 @@ def system(s: Source) -> None:
     """Set the system message of rows without one: a text, or the content of a file."""
     text = str(s.get("system", ""))
     if text.endswith((".txt", ".md")):
-        if not Path(text).is_file():
+        if not os.path.isfile(text):
             s.refuse("system", "there is no such file; its path is relative to the working directory")
             return
         text = Path(text).read_text(encoding="utf-8")
@@ -268,7 +268,7 @@ def every(s: Source) -> None:
 
 def folder(s: Source) -> None:
     """Set the folder of the run."""
-    path = Path(str(s.get("output_dir", "output/run"))).expanduser()
+    path = Path(os.path.expanduser(str(s.get("output_dir", "output/run"))))
     s.put("out", str(path.parent), by="output_dir")
     s.put("name", path.name, by="output_dir")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -151,7 +152,7 @@ def lora(s: Source) -> None:
     if len(adapters) > 1:
         s.refuse("adapters", f"{len(adapters)} adapters are named, but only one can be trained")
     elif adapters:
-        s.put_path("model.lora.adapter", str(Path(str(adapters[0])).expanduser()), by="adapters")
+        s.put_path("model.lora.adapter", str(Path(os.path.expanduser(str(adapters[0])))), by="adapters")
 
 
 def ref_model(s: Source) -> None:
@@ -169,7 +170,7 @@ def teacher(s: Source) -> None:
 
 def _model(s: Source, native: str, name: str, *, by: str) -> None:
     """Set a key to a folder or to a name on the hub."""
-    folder = Path(name).expanduser()
+    folder = Path(os.path.expanduser(name))
     if folder.is_dir():
         s.put_path(native, str(folder), by=by)
     else:
