@@ -258,6 +258,13 @@ class TrajectoryBuilder:
             return False
         return bool(np.array_equal(self.context, new[: self._length]))
 
+    def num_before(self, refs: Sequence[SpanRef]) -> int:
+        """Return the number of tokens of the consecutive spans `refs` that are before this position in its segment."""
+        if not refs or refs[0].segment != self._current:
+            return 0
+        start = sum(map(len, self._segments[refs[0].segment].spans[: refs[0].span]))
+        return min(self._length - start, sum(len(self.span(ref)) for ref in refs))
+
     def cut(self, refs: Sequence[SpanRef], *, keep: int) -> int:
         """Drop all but the first `keep` tokens of the last sampled completion; return the number of dropped tokens.
 
@@ -277,7 +284,7 @@ class TrajectoryBuilder:
         if keep == total:
             return 0
         is_last = self._length == segment.length and bool(refs) and refs[-1].span == len(segment.spans) - 1
-        start = self._length - total
+        start = self._length - self.num_before(refs)
         if segment.pinned > start + keep:
             self._length = start + keep
             return 0

@@ -18,8 +18,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from polyturn.core.arrays import Ids
 from polyturn.core.errors import SchedulerError
-from polyturn.core.generation import Completion
 from polyturn.core.messages import Message, Origin, with_origin
 from polyturn.rollout.limits import ContextPolicy
 from polyturn.tokens.codec import Codec
@@ -75,31 +75,31 @@ class Kept(NamedTuple):
     """The text to keep that follows these ids, because the cut is inside a token."""
 
 
-def kept_of(codec: Codec, completion: Completion, keep: str | int | None) -> Kept:
+def kept_of(codec: Codec, ids: Ids, keep: str | int | None, *, rest: str = "") -> Kept:
     """Return the part of a completion that stays when its message goes on.
 
     Args:
-        codec: Decodes its ids.
-        completion: The last completion.
+        codec: Decodes the ids.
+        ids: [N] the sampled ids of the last completion.
         keep: A prefix of the completion's text, or a number of tokens; None keeps all but the token that ends the turn.
+        rest: The text to keep that followed these ids after an earlier cut.
 
     Raises:
         SchedulerError: the completion does not begin with `keep`, or has fewer tokens.
     """
-    ids = completion.token_ids
     ends = len(ids) > 0 and int(ids[-1]) in codec.stop_token_ids
     total = len(ids) - 1 if ends else len(ids)
     text = codec.decode(ids[:total])
     if keep is None:
-        return Kept(total, text, "")
+        return Kept(total, text, rest)
     if isinstance(keep, int):
         if not 0 <= keep <= len(ids):
             raise SchedulerError(f"a completion of {len(ids)} tokens cannot keep {keep} of them")
         count = min(keep, total)
         return Kept(count, codec.decode(ids[:count]), "")
-    if not text.startswith(keep):
+    if not (whole := text + rest).startswith(keep):
         raise SchedulerError(
-            f"the turn cannot keep {keep[:80]!r}, because its text is {text[:80]!r}; keep a prefix of `turn.text`, or edit "
+            f"the turn cannot keep {keep[:80]!r}, because its text is {whole[:80]!r}; keep a prefix of `turn.text`, or edit "
             "the history with `rewrite`"
         )
     low, high = 0, total  # finds the largest number of ids whose text is a prefix of `keep`

@@ -436,6 +436,7 @@ class Episode:
     ) -> Reply:
         """Append `addition` to the last assistant message and let the next turn continue it. A `step` may return the result.
 
+        A second call after the same turn replaces the addition of the first one, and may only keep what that one kept.
         The model sees `addition`, but it is not trained. Sampled tokens after the kept part are dropped; the metric
         `dropped_cut` counts them. The token that ended the turn is always dropped, because the message goes on.
 

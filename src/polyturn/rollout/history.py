@@ -430,12 +430,14 @@ class History:
         `text` is the text of `addition`. It begins with `rest`, the end of the model's kept text, which was cut inside a
         token and is therefore encoded anew. The kept tokens parse as the message `own`; with `text` appended, as `whole`.
         """
-        turn = self.turns[-1]
-        dropped = self.builder.cut(self.sampled_spans(turn), keep=num_kept)
-        self._response_tokens -= turn.num_tokens - num_kept
+        turn, spans = self.turns[-1], self.sampled_spans(self.turns[-1])
+        self._response_tokens -= self.builder.num_before(spans) - num_kept
+        dropped = self.builder.cut(spans, keep=num_kept)
         if dropped:
             turn.num_tokens = num_kept
         self.num_cut += dropped
+        if isinstance(self.next, Continue):  # an earlier call, whose addition this one replaces
+            turn.observation = turn.observation[:-1]
         turn.text, turn.is_continued, turn.message = kept, True, own
         turn.observation += (Message(role="assistant", content=text, origin=Origin.ENVIRONMENT),)
         self._messages[-1], self._openai[-1] = whole, whole.to_openai()

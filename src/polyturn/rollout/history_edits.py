@@ -69,8 +69,10 @@ def go_on(history: History, addition: str | Sequence[int] | Ids, *, keep: str | 
     if history.waiting:
         raise SchedulerError(BOTH)
     turn, codec = history.turns[-1], history.encoder.codec
-    kept = kept_of(codec, turn.completion, keep)
-    last_id = int(turn.completion.token_ids[kept.num_tokens - 1]) if kept.num_tokens else None
+    left = turn.completion.token_ids[: history.builder.num_before(history.sampled_spans(turn))]
+    kept_before = len(turn.own_before) + len(turn.text)  # of an earlier call, whose addition this one replaces
+    kept = kept_of(codec, left, keep, rest=history.next.own[kept_before:] if isinstance(history.next, Continue) else "")
+    last_id = int(left[kept.num_tokens - 1]) if kept.num_tokens else None
     rest = (kept.rest, Origin.MODEL)
     if isinstance(addition, str):
         origin = Origin.OWNER if is_trusted else Origin.ENVIRONMENT

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from polyturn.core.errors import ConfigError, SchedulerError
-from polyturn.core.generation import Completion, FinishReason
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message, Origin
 from polyturn.rollout.edits import LEFT_OUT, kept_of, shorten, with_known_origin
@@ -91,24 +89,19 @@ def test_message_has_the_origin_of_its_equal_or_the_environments():
 SAID = "The answer is eight, grüße."
 
 
-def completion(text: str = SAID) -> Completion:
-    ids = turn_ids(text)
-    return Completion(token_ids=ids, logprobs=-np.ones(len(ids), np.float32), finish_reason=FinishReason.STOP)
-
-
 def test_text_keeps_whole_tokens_and_the_rest_as_text() -> None:
-    said, codec = completion(), tiny_codec()
+    said, codec = turn_ids(SAID), tiny_codec()
     for length in range(len(SAID) + 1):
         wanted = SAID[:length]
         kept = kept_of(codec, said, wanted)
         assert kept.text + kept.rest == wanted
-        assert codec.decode(said.token_ids[: kept.num_tokens]) == kept.text
-        assert kept.rest == "" or not wanted.startswith(codec.decode(said.token_ids[: kept.num_tokens + 1]))
+        assert codec.decode(said[: kept.num_tokens]) == kept.text
+        assert kept.rest == "" or not wanted.startswith(codec.decode(said[: kept.num_tokens + 1]))
 
 
 def test_other_text_cannot_be_kept():
-    refuses(lambda: kept_of(tiny_codec(), completion(), "Another"), SchedulerError, "'Another'")
-    refuses(lambda: kept_of(tiny_codec(), completion("Hi"), 99), SchedulerError, "99")
+    refuses(lambda: kept_of(tiny_codec(), turn_ids(SAID), "Another"), SchedulerError, "'Another'")
+    refuses(lambda: kept_of(tiny_codec(), turn_ids("Hi"), 99), SchedulerError, "99")
 
 
 AT = EpisodeProgress(elapsed_s=9, turns=9, user_turns=9, has_user_reply=True, response_tokens=9, context_tokens=9)

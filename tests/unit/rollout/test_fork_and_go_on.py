@@ -372,6 +372,48 @@ def test_run_names_tools_whose_state_forks_share(tool: Notes, is_named: bool, ca
     assert ("'note'" in caplog.text) is is_named
 
 
+@pytest.mark.parametrize("is_pinned", [False, True], ids=["alone", "with a fork"])
+@pytest.mark.parametrize(
+    ("first", "second", "text"),
+    [
+        ("call an", None, "call an B"),  # ends inside a token
+        ("call an", "call a", "call a B"),
+        ("call an", "call an", "call an B"),
+        (None, "call an", "call an B"),
+        (3, None, 3),
+        (3, 2, 2),
+        (None, None, "call answer B"),
+    ],
+)
+async def test_second_go_on_replaces_the_first_one(first: Any, second: Any, text: Any, is_pinned: bool) -> None:
+    def twice(episode: Any, turn: Any) -> Any:
+        if turn.index:
+            return None
+        if is_pinned:
+            episode.fork()
+        episode.go_on(" A", keep=first)
+        return episode.go_on(" B", keep=second)
+
+    text = tiny_codec().decode(turn_ids("call answer")[:text]) + " B" if isinstance(text, int) else text
+    t = await play(["call answer", "x"], twice)
+    assert t.error is None, t.error
+    assert tiny_codec().decode(t.segments[-1].token_ids).endswith(f"assistant\n{text}x<|im_end|>")
+    assert t.turns[1].message.text == f"{text}x"
+    (addition,) = t.turns[0].observation
+    assert text.endswith(addition.text)
+
+
+@pytest.mark.parametrize(("first", "second", "key"), [(2, 3, "3"), ("call", "call an", "'call an'"), ("", 1, "1")])
+async def test_second_go_on_cannot_keep_what_is_cut(first: Any, second: Any, key: str) -> None:
+    def twice(episode: Any, turn: Any) -> Any:
+        episode.go_on(keep=first)
+        return episode.go_on(keep=second)
+
+    context = scripted_context(["call answer", "x"], scheduler=Steps(twice))
+    t = await run_episode(context, task(data_source=None), id="e")
+    assert t.error is not None and t.error.startswith("SchedulerError") and "cannot keep" in t.error and key in t.error
+
+
 async def test_message_goes_on_if_its_agent_is_named_later() -> None:
     class Solver(MultiTurnScheduler):
         async def on_trajectory_start(self, episode: Any) -> None:
