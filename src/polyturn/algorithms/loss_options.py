@@ -17,6 +17,9 @@ from pydantic import Field
 from polyturn.algorithms.options import CorrectionSettings, DistillSettings
 from polyturn.core.errors import ConfigError
 
+CLIP_COV_LB, CLIP_COV_UB = 1.0, 5.0
+"""Default bounds of the covariance of tokens that `clip_cov` leaves out."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossOptions:
@@ -72,8 +75,9 @@ class ClipCovOptions(RatioOptions):
     """Upper bound of that covariance."""
 
     def __post_init__(self) -> None:
-        low, high = self.clip_cov_lb, self.clip_cov_ub
-        if low is not None and high is not None and not low < high:
+        low = CLIP_COV_LB if self.clip_cov_lb is None else self.clip_cov_lb
+        high = CLIP_COV_UB if self.clip_cov_ub is None else self.clip_cov_ub
+        if not low < high:
             raise ConfigError(
                 f"clip_cov_lb is {low:g} and clip_cov_ub is {high:g}; the lower bound must be below the upper one"
             )

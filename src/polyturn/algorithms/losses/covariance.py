@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from polyturn.algorithms.loss_options import CLIP_COV_LB, CLIP_COV_UB
 from polyturn.algorithms.losses.base import TokenLoss, log_ratio, marks, ratio_stats
 from polyturn.algorithms.losses.token import clipped
 
@@ -30,8 +31,8 @@ def choose_within(
     rng: np.random.Generator,
     *,
     clip_cov_ratio: float = 2e-4,
-    clip_cov_lb: float = 1.0,
-    clip_cov_ub: float = 5.0,
+    clip_cov_lb: float = CLIP_COV_LB,
+    clip_cov_ub: float = CLIP_COV_UB,
 ) -> NDArray[np.bool_]:
     """Mark a share `clip_cov_ratio` of all tokens (at least one), drawn from those with clip_cov_lb < c < clip_cov_ub.
 
