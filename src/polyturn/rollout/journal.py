@@ -305,7 +305,8 @@ class EpisodeJournal:
         """Return the answers and scores of the turns that changed since the previous line."""
         changed = {}
         for turn in turns:
-            seen = (turn.observation, turn.tool_results, dict(turn.scores), dict(turn.info), dict(turn.timings))
+            results = [(dataclasses.replace(r, metrics={}), _copy(r.metrics)) for r in turn.tool_results]
+            seen = (turn.observation, results, _copy(turn.scores), _copy(turn.info), dict(turn.timings))
             if self._seen.get(turn.index) != seen:
                 self._seen[turn.index] = seen
                 for result in turn.tool_results:
@@ -314,7 +315,7 @@ class EpisodeJournal:
                     observation=turn.observation,
                     tool_results=turn.tool_results,
                     scores=_to_text(turn.scores),
-                    info=_to_text(turn.info),
+                    info=_to_text(_with_keys(turn.info)),
                     timings=dict(turn.timings),
                 )
         return changed
@@ -332,8 +333,36 @@ class EpisodeJournal:
 def _change(turn: OpenTurn, answer: _Answer) -> None:
     """Set the recorded answers and scores on a turn."""
     turn.observation, turn.tool_results = answer.observation, answer.tool_results
-    turn.scores, turn.info = json.loads(answer.scores), json.loads(answer.info)
+    turn.scores, turn.info = json.loads(answer.scores), json.loads(answer.info, object_hook=_read_keys)
     turn.timings = dict(answer.timings)
+
+
+def _copy(values: Mapping[str, Any]) -> Any:
+    """Copy a plug-in's values, so that they can be compared with later ones: values that may change inside become JSON."""
+    is_flat = all(value is None or isinstance(value, str | int | float) for value in values.values())
+    return dict(values) if is_flat else _to_text(values)
+
+
+_ITEMS = "#items"
+
+
+def _with_keys(value: Any) -> Any:
+    """Write a mapping whose keys are not all texts, which JSON cannot represent, as {"#items": [[key, value], …]}."""
+    if isinstance(value, list | tuple):
+        return [_with_keys(one) for one in value]
+    if not isinstance(value, Mapping):
+        return value
+    items = [[key, _with_keys(one)] for key, one in value.items()]
+    if all(isinstance(key, str) and key != _ITEMS for key in value):
+        return dict(items)
+    if unknown := [key for key in value if not isinstance(key, str | int | float | None)]:
+        raise SnapshotError(f"{unknown[0]!r:.80} is a key, which cannot be written as JSON; use a text or a number")
+    return {_ITEMS: items}
+
+
+def _read_keys(value: dict[str, Any]) -> dict[Any, Any]:
+    """Undo `_with_keys`."""
+    return dict(value[_ITEMS]) if _ITEMS in value else value
 
 
 def _distinct(versions: Iterable[int | None]) -> list[int]:

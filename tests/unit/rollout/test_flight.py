@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from polyturn.interactions.gsm8k import Gsm8kInteraction
@@ -33,6 +34,13 @@ def rewrite(episode: Any, turn: Any) -> Any:
     return "Once more."
 
 
+def note(episode: Any, turn: Any) -> Any:
+    first = episode.turns[0].info
+    first.setdefault("tries", []).append(turn.index)
+    first.setdefault("by_turn", {})[turn.index] = {"#items": turn.index}
+    return None if "####" in turn.text else "Once more."
+
+
 def weigh(episode: Any, turn: Any) -> Any:
     episode.weigh(turn, 0.5)
     turn.scores["mine"] = float(turn.index)
@@ -48,16 +56,29 @@ THINKS = [f"<think>hm {i}</think>\n{ADD}" for i in range(3)] + ["#### 4"]
     [
         ([REACT, REACT, "#### 4"], lambda: {"scheduler": React()}),
         (["one", "two", "three", "#### 4"], lambda: {"scheduler": Steps(rewrite)}),
+        (["one", "two", "three", "#### 4"], lambda: {"scheduler": Steps(note)}),
         (["one two three", "x", "#### 4"], lambda: {"scheduler": Steps(weigh)}),
         (THINKS, lambda: {"scheduler": Compaction(budget=400, policies=("drop_reasoning", "window"))}),
         (THINKS[1:], lambda: {"renders_history": True}),
     ],
-    ids=["react", "rewrite", "weigh and go on", "compaction", "rendered history"],
+    ids=["react", "rewrite", "note", "weigh and go on", "compaction", "rendered history"],
 )
 async def test_every_way_to_edit_a_history_is_kept(
     tmp_path: Path, says: list[str], options: Callable[[], dict[str, Any]]
 ) -> None:
     await check_like_whole(tmp_path, says, lambda: {"tools": [add], **options()})
+
+
+async def test_arrays_in_infos_are_kept_as_lists(tmp_path: Path) -> None:
+    def count(episode: Any, turn: Any) -> Any:
+        turn.info["scores"] = np.arange(2) + turn.index
+        return None if "####" in turn.text else "Once more."
+
+    says = ["one", "two", "#### 4"]
+    await lives(tmp_path, says, die_at=2, scheduler=Steps(count))
+    resumed, (asked, counts) = await lives(tmp_path, says, scheduler=Steps(count))
+    assert resumed is not None and asked == [2] and counts == counted(resumed=1)
+    assert [list(turn.info["scores"]) for turn in resumed.turns] == [[0, 1], [1, 2], [2, 3]]
 
 
 async def test_tools_and_interactions_take_up_their_state(tmp_path: Path) -> None:
