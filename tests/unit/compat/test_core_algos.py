@@ -184,6 +184,22 @@ def test_policy_loss_of_sequences_gets_a_row_per_sample() -> None:
     assert found.loss_T.tolist() == pytest.approx(expected), "what is only logged is not part of the loss"
 
 
+def test_policy_loss_gets_the_counts_of_its_rows() -> None:
+    seen: list[dict[str, Any]] = []
+
+    def counted(old_log_prob: Any, log_prob: Any, advantages: Any, response_mask: Any, mode: str, config: Any) -> Any:
+        seen.append(dict(config.global_batch_info))
+        config.global_batch_info["mine"] = 1
+        info = {key: value for key, value in config.global_batch_info.items() if key != "mine"}
+        return algos.agg_loss(-advantages * log_prob, response_mask, mode, **info), {}
+
+    native = algos.as_policy_loss(counted)
+    for _ in range(2):
+        found = native(torch.ones(3), torch.zeros(3), torch.ones(3), sequence_T=torch.tensor([7, 3, 7]))
+        assert found.loss_T.tolist() == [-1.0] * 3
+    assert seen == 2 * [{"dp_size": 1, "batch_num_tokens": 3, "global_batch_size": 2, "loss_scale_factor": None}]
+
+
 def test_policy_loss_reads_the_clips_of_the_run() -> None:
     native = losses.bind(algos.as_policy_loss(algos.compute_policy_loss_vanilla), kwargs={"clip_low": 0.1, "clip_high": 0.3})
     new, old, gain = torch.tensor([0.5, -0.5]), torch.zeros(2), torch.tensor([1.0, -1.0])
@@ -237,6 +253,11 @@ def test_masked_statistics_of_estimators() -> None:
 OLD_LOGPROBS = torch.tensor([[-1.0, -2.0, -0.5, -9.0], [-1.0, -1.0, -1.0, -9.0]])
 NEW_LOGPROBS = torch.tensor([[-1.5, -1.0, -0.5, 0.0], [-1.1, -0.9, -1.0, 0.0]])
 LOSS_MASK = torch.tensor([[1.0, 1.0, 1.0, 0.0], [1.0, 1.0, 1.0, 0.0]])
+
+
+def test_configs_do_not_share_their_defaults() -> None:
+    ActorConfig().global_batch_info["dp_size"] = 2
+    assert ActorConfig().global_batch_info == {}
 
 
 def test_losses_read_an_actors_config() -> None:

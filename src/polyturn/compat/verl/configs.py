@@ -7,6 +7,7 @@ Files create such a config to call a function; runs do not read them. Fields tha
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass
 from typing import Any, ClassVar
@@ -25,7 +26,7 @@ class BaseConfig(Mapping[str, Any]):
 
     def __init__(self, **values: Any) -> None:
         """Set the options."""
-        vars(self).update({**self.defaults, **values})
+        vars(self).update({**copy.deepcopy(dict(self.defaults)), **values})
 
     def __getitem__(self, key: str) -> Any:
         return vars(self)[key]

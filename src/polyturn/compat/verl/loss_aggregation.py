@@ -48,13 +48,15 @@ def as_policy_loss(fn: PolicyLossFn) -> Callable[..., losses.TokenLoss]:
     ) -> losses.TokenLoss:
         clips = {"clip_ratio": clip_low, "clip_ratio_low": clip_low, "clip_ratio_high": clip_high, "clip_ratio_c": dual_clip}
         known = {k: v for k, v in clips.items() if v is not None}
-        config = Options({**known, "policy_loss": Options(options), **options})
         row_T, column_T = _rows_and_columns(
             torch.zeros_like(logprobs_T, dtype=torch.long) if sequence_T is None else sequence_T
         )
         shape = (int(row_T.max()) + 1, int(column_T.max()) + 1) if len(row_T) else (0, 0)
         arguments = (old_logprobs_T, logprobs_T, advantages_T, torch.ones_like(logprobs_T))
         rows = [t.new_zeros(shape).index_put((row_T, column_T), t) for t in arguments]
+        counts = {"batch_num_tokens": len(row_T), "global_batch_size": shape[0]}  # of these rows only
+        info = {"dp_size": 1, **counts, "loss_scale_factor": None}
+        config = Options({**known, "global_batch_info": info, "policy_loss": Options(options), **options})
         seen: list[tuple[Tensor, Tensor]] = []
         token = _captured.set(seen)
         try:
