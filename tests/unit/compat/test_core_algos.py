@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -108,6 +110,36 @@ def test_registered_estimator_has_a_native_name() -> None:
     assert [[a.tolist() for a in arrays] for arrays in found] == [[[0, 2, 2], [0, 2]], [[0, 4, 0, 4]], []]
     refuses(lambda: algos.register_adv_est("mine_in_test")(lambda *a, **k: None), ValueError, "already been registered")
     refuses(lambda: algos.get_adv_estimator_fn("mine_in_tst"), ValueError, "mine_in_tst.", "'mine_in_test'")
+
+
+def test_registered_estimator_replaces_a_native_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(algos, "ADV_ESTIMATOR_REGISTRY", {})
+    own = advantages.resolve("gdpo")
+
+    @algos.register_adv_est("gdpo")
+    def mine(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, **kwargs: Any) -> Any:
+        return 7 * response_mask, 7 * response_mask
+
+    native = advantages.resolve("gdpo")
+    advantages.register("gdpo", replace=True)(own)
+    found = native([view([1.0], [[sample("t0", 2, [0, 1])]])], norm_by_std=True).advantages
+    assert found[0][0][0].tolist() == [0, 7]
+
+
+def test_edited_estimator_replaces_its_old_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (
+        "from polyturn.compat.verl.core_algos import register_adv_est\n@register_adv_est('edited_in_test')\n"
+        "def mine(token_level_rewards, response_mask, **kwargs):\n    return FACTOR * response_mask, response_mask\n"
+    )
+    file = tmp_path / "edited_estimator.py"
+    monkeypatch.syspath_prepend(tmp_path)
+    file.write_text(text.replace("FACTOR", "2"))
+    module = importlib.import_module("edited_estimator")
+    file.write_text(text.replace("FACTOR", "30"))
+    importlib.reload(module)
+    assert algos.get_adv_estimator_fn("edited_in_test") is module.mine
+    found = advantages.resolve("edited_in_test")([view([1.0], [[sample("t0", 2, [0, 1])]])]).advantages
+    assert found[0][0][0].tolist() == [0, 30]
 
 
 @pytest.mark.parametrize(

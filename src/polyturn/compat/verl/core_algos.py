@@ -68,7 +68,7 @@ POLICY_LOSS_REGISTRY: dict[str, PolicyLossFn] = {}
 
 
 def register_adv_est(name_or_enum: str | Enum) -> Callable[[AdvFn], AdvFn]:
-    """Return a decorator that registers an estimator, here and natively.
+    """Return a decorator that registers an estimator, here and natively; it replaces polyturn's own one of that name.
 
     Raises:
         ConfigError: another function is registered under the name.
@@ -76,11 +76,12 @@ def register_adv_est(name_or_enum: str | Enum) -> Callable[[AdvFn], AdvFn]:
     name = _name(name_or_enum)
 
     def add(fn: AdvFn) -> AdvFn:
-        registered = ADV_ESTIMATOR_REGISTRY.setdefault(name, fn)
-        if not is_same_source(registered, fn):
+        registered = ADV_ESTIMATOR_REGISTRY.get(name)
+        if registered is not None and not is_same_source(registered, fn):
             raise ConfigError(f"Adv estimator {name} has already been registered: {registered} vs {fn}")
-        if name not in advantages:
-            advantages.register(name)(as_estimator(fn))
+        if registered is not fn:
+            ADV_ESTIMATOR_REGISTRY[name] = fn
+            advantages.register(name, replace=True)(as_estimator(fn))
         return fn
 
     return add
