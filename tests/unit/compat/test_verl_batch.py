@@ -70,6 +70,22 @@ def test_facts_of_joined_batches_agree() -> None:
     refuses(lambda: DataProto.concat([one, two]), ValueError, "Conflicting values for meta_info key 't'")
 
 
+def test_metrics_of_joined_batches_become_lists() -> None:
+    one, two, three = batch(), batch(), batch()
+    one.meta_info, two.meta_info = {"metrics": {"loss": 1.0, "lr": 0.1}}, {"metrics": [{"loss": 2.0}, {"loss": 3.0}]}
+    three.meta_info = {"metrics": None}
+    assert DataProto.concat([one, two, three]).meta_info == {"metrics": {"loss": [1.0, 2.0, 3.0], "lr": [0.1]}}
+    assert DataProto.concat([three]).meta_info == {}
+    two.meta_info["metrics"].append({"grad": 1.0})
+    refuses(lambda: DataProto.concat([one, two]), ValueError, "'grad'")
+
+
+def test_values_of_a_mixed_dict_are_tensors_or_arrays() -> None:
+    data = DataProto.from_single_dict({"ids": torch.zeros(2, 1), "uid": np.array(["a", "b"], dtype=object)})
+    assert data.batch["ids"].shape == (2, 1) and data.non_tensor_batch["uid"].tolist() == ["a", "b"]
+    refuses(lambda: DataProto.from_single_dict({"uid": ["a", "b"]}), ValueError, "'uid' is a list", "NumPy array")
+
+
 @pytest.mark.parametrize("name", ["chunk", "make_iterator", "save_to_disk", "to_tensordict"])
 def test_method_for_workers_is_refused_by_name(name: str) -> None:
     with pytest.raises(AttributeError, match=f"'{name}' here: it sends"):

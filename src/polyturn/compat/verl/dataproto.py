@@ -103,7 +103,16 @@ class DataProto:
     def from_single_dict(
         cls, data: Mapping[str, Any], meta_info: dict[str, Any] | None = None, auto_padding: bool = False
     ) -> Self:
-        """Create a batch from a mapping with tensors, and arrays for the other columns."""
+        """Create a batch from a mapping with tensors, and arrays for the other columns.
+
+        Raises:
+            BatchError: a value is neither.
+        """
+        import torch
+
+        for key, value in data.items():
+            kind = type(value).__name__
+            check(isinstance(value, torch.Tensor | np.ndarray), f"{key!r} is a {kind}; it must be a tensor or a NumPy array")
         columns = {key: value for key, value in data.items() if isinstance(value, np.ndarray)}
         return cls.from_dict({key: value for key, value in data.items() if key not in columns}, columns, meta_info)
 
@@ -208,8 +217,10 @@ class DataProto:
     def concat(data: Sequence[DataProto]) -> DataProto:
         """Concatenate the rows of several batches with the same columns.
 
+        The metadata `metrics`, a dict or a list of dicts of each batch, become one dict with lists of the values.
+
         Raises:
-            BatchError: the batches have different columns, or a metadata value differs.
+            BatchError: the batches have different columns, or another metadata value differs.
         """
         import torch
 
@@ -217,12 +228,14 @@ class DataProto:
         check(all(names == columns_of[0] for names in columns_of), f"the batches have different columns: {columns_of}")
         batch = None if data[0].batch is None else torch.cat([one.batch for one in data])
         columns = {key: np.concatenate([one.non_tensor_batch[key] for one in data]) for key in data[0].non_tensor_batch}
-        first, *others = data
-        for key, value in ((key, value) for one in others for key, value in one.meta_info.items()):
-            is_same = key not in first.meta_info or same(first.meta_info[key], value)
-            check(is_same, f"Conflicting values for meta_info key '{key}'")
-        facts = {key: value for one in data for key, value in one.meta_info.items()}
-        return type(first)(batch, columns, facts)
+        facts: dict[str, Any] = {}
+        metrics: list[Mapping[str, Any]] = []
+        for key, value in ((key, value) for one in data for key, value in one.meta_info.items()):
+            if key == "metrics":
+                metrics += value if isinstance(value, list) else [] if value is None else [value]
+            else:
+                check(same(facts.setdefault(key, value), value), f"Conflicting values for meta_info key '{key}'")
+        return type(data[0])(batch, columns, {**facts, "metrics": _lists(metrics)} if metrics else facts)
 
 
 def check(is_right: bool, otherwise: str) -> None:
@@ -248,6 +261,15 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
 def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
     """Return the rows without the last `pad_size`."""
     return data[:-pad_size] if pad_size else data  # type: ignore[no-any-return]
+
+
+def _lists(dicts: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return key -> its values in the dicts that have it; the first dict must have all keys."""
+    lists: dict[str, list[Any]] = {key: [] for key in dicts[0]}
+    for key, value in ((key, value) for one in dicts for key, value in one.items()):
+        check(key in lists, f"the metric {key!r} is not in the first batch; give every batch the same metrics")
+        lists[key].append(value)
+    return lists
 
 
 def _rows(which: Any) -> Any:
