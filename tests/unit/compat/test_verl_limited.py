@@ -135,7 +135,15 @@ def test_batch_is_scored_in_one_call(manager: type[RateLimitedRewardManager]) ->
     found = one(rows(), return_dict=True)
     assert found["reward_tensor"].tolist() == [[0, 0, 1], [0, 2, 0]]
     assert dict(found["reward_extra_info"]) == {"score": [1, 2]}
+
+    def failing(extra_info: dict[str, Any], **columns: Any) -> dict[str, Any]:
+        return {"score": 1 / (extra_info["level"] - 1)}
+
+    two = made(manager, failing)
+    info = two(rows(), return_dict=True)["reward_extra_info"]
+    assert dict(info) == {"error": ["division by zero", None], "acc": [0.0, None], "score": [None, 1.0]}
     known = rows()
     known.batch["rm_scores"] = torch.ones(2, 3)
     assert one(known).sum() == 6
     one.loop.close()
+    two.loop.close()

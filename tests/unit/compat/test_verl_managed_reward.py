@@ -155,7 +155,7 @@ class Batch(AbstractRewardManager):
 
     def __call__(self, data, return_dict=False):
         import torch
-        return {"reward_tensor": torch.ones(len(data), 3), "reward_extra_info": {}}
+        return {"reward_tensor": torch.ones(len(data), 3), "reward_extra_info": {"late": []}}
 
 
 class Bare:
@@ -188,8 +188,8 @@ def imported(cls: str, file: object, *more: str, at: str = "reward_manager") -> 
     [
         ("Single", "file", {"score": 6.0, "n": 8}),
         ("Naive", "file", {"score": 10.5, "seen": True}),
-        ("Batch", "verl", {"score": 3.0}),
-        ("Bare", "verl", {"score": 3.0}),
+        ("Batch", "verl", {"score": 3.0, "late": None}),
+        ("Bare", "verl", {"score": 3.0, "late": None}),
     ],
 )
 async def test_manager_of_a_file_scores_rows_or_batches(cls: str, of: str, found: dict[str, Any], file: Path) -> None:

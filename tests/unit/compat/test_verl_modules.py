@@ -159,6 +159,16 @@ def test_manager_puts_rewards_on_the_last_token(name: str) -> None:
     assert manager(given) is not None and manager(given).sum() == 8
 
 
+@pytest.mark.parametrize("name", ["naive", "prime", "dapo"])
+def test_value_that_a_row_lacks_is_none(name: str) -> None:
+    def some(extra_info: dict[str, Any], **columns: object) -> dict[str, Any]:
+        return {"score": 1.0, **({"late": True} if extra_info["level"] == 2 else {"early": 5})}
+
+    found = reward_manager.get_reward_manager_cls(name)(Words(), 0, some)(scored_batch(), return_dict=True)
+    expected = {"score": [1.0, 1.0], "early": [5, None], "late": [None, True]}
+    assert dict(found["reward_extra_info"]) == expected and found["reward_extra_info"]["none"] == []
+
+
 def test_batch_manager_calls_its_function_once() -> None:
     calls: list[list[str]] = []
 

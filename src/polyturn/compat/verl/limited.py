@@ -13,7 +13,6 @@ import asyncio
 import inspect
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -21,7 +20,7 @@ import torch
 from omegaconf import OmegaConf
 
 from polyturn.compat.verl.reward_loop import RewardManagerBase
-from polyturn.compat.verl.reward_manager import RawRewardFn, register, with_known_rewards
+from polyturn.compat.verl.reward_manager import RawRewardFn, by_key, register, with_known_rewards
 from polyturn.compat.verl.reward_score import default_compute_score
 
 __all__ = ["AsyncTokenBucket", "RateLimitedRewardManager"]
@@ -175,13 +174,12 @@ class RateLimitedRewardManager(RewardManagerBase):
             return await asyncio.gather(*(self.run_single(data[i : i + 1]) for i in range(len(data))))
 
         rewards = torch.zeros_like(data.batch["responses"], dtype=torch.float32)
-        info: dict[str, list[Any]] = defaultdict(list)
-        for i, score in enumerate(self.loop.run_until_complete(all_rows())):
+        scores = self.loop.run_until_complete(all_rows())
+        for i, score in enumerate(scores):
             length = int(data[i].batch["attention_mask"][-rewards.shape[-1] :].sum())
             if length:
                 rewards[i, length - 1] = score["reward_score"]
-            for key, value in score["reward_extra_info"].items():
-                info[key].append(value)
+        info = by_key([score["reward_extra_info"] for score in scores])
         return {"reward_tensor": rewards, "reward_extra_info": info} if return_dict else rewards
 
 

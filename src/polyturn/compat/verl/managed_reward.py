@@ -107,7 +107,8 @@ def judge_batch(trajectory: Trajectory, described: str) -> dict[str, Any]:
     """Score a trajectory with a batch manager, in a separate process."""
     result = _of_batches(described)(as_batch(trajectory), return_dict=True)
     reported = result.get("reward_extra_info") or {}
-    return {**{key: values[0] for key, values in reported.items()}, "score": float(result["reward_tensor"].sum())}
+    info = {key: values[0] if len(values) else None for key, values in reported.items()}
+    return {**info, "score": float(result["reward_tensor"].sum())}
 
 
 @functools.cache

@@ -100,22 +100,20 @@ class NaiveRewardManager(AbstractRewardManager):
         if "rm_scores" in data.batch:
             return with_known_rewards(data, return_dict)
         rewards = torch.zeros_like(data.batch["responses"], dtype=torch.float32)
-        info: dict[str, list[Any]] = defaultdict(list)
+        infos: list[dict[str, Any]] = []
         num_shown: Counter[Any] = Counter()
         for i, (length, text, score) in enumerate(
             zip(_lengths(data), texts(data, self.tokenizer), self.verify(data), strict=True)
         ):
-            if isinstance(score, Mapping):
-                for key, value in score.items():
-                    info[key].append(value)
-            value = self._reward(_value(score), length, info)
+            infos.append(dict(score) if isinstance(score, Mapping) else {})
+            value = self._reward(_value(score), length, infos[-1])
             if length:
                 rewards[i, length - 1] = value
             source = data.non_tensor_batch[self.reward_fn_key][i]
             if num_shown[source] < self.num_examine:
                 num_shown[source] += 1
                 logger.info("%s: response %r, score %s", source, text, score)
-        return {"reward_tensor": rewards, "reward_extra_info": info} if return_dict else rewards
+        return {"reward_tensor": rewards, "reward_extra_info": by_key(infos)} if return_dict else rewards
 
     def verify(self, data: Any) -> list[Any]:
         """Return the function's score of each row."""
@@ -129,8 +127,8 @@ class NaiveRewardManager(AbstractRewardManager):
             for row, text in zip((data[i] for i in range(len(data))), texts(data, self.tokenizer), strict=True)
         ]
 
-    def _reward(self, score: float, length: int, info: dict[str, list[Any]]) -> float:
-        """Return the reward of a row from its score and number of tokens."""
+    def _reward(self, score: float, length: int, info: dict[str, Any]) -> float:
+        """Return the reward of a row from its score and number of tokens; add further values to `info`."""
         return score
 
 
@@ -193,15 +191,14 @@ class DAPORewardManager(NaiveRewardManager):
     def verify(self, data: Any) -> list[Any]:
         return [s if isinstance(s, Mapping) else {"score": s, "acc": s} for s in super().verify(data)]
 
-    def _reward(self, score: float, length: int, info: dict[str, list[Any]]) -> float:
+    def _reward(self, score: float, length: int, info: dict[str, Any]) -> float:
         buffer = self.overlong_buffer_cfg
         if buffer is None or not buffer.enable:
             return score
         beyond = length - ((self.max_resp_len or 0) - buffer.len)
         penalty = min(-beyond / buffer.len * buffer.penalty_factor, 0)
         if buffer.log:
-            info["overlong_reward"].append(penalty)
-            info["overlong"].append(penalty < 0)
+            info |= {"overlong_reward": penalty, "overlong": penalty < 0}
         return score + float(penalty)
 
 
@@ -242,6 +239,12 @@ def with_known_rewards(data: Any, return_dict: bool) -> Any:
     """Return the rewards that a batch already has."""
     known = {key: data.non_tensor_batch[key] for key in data.meta_info.get("reward_extra_keys", [])}
     return {"reward_tensor": data.batch["rm_scores"], "reward_extra_info": known} if return_dict else data.batch["rm_scores"]
+
+
+def by_key(infos: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return key -> the value of each row; None for a row without the key."""
+    keys = dict.fromkeys(key for info in infos for key in info)
+    return defaultdict(list, {key: [info.get(key) for info in infos] for key in keys})
 
 
 def texts(data: Any, tokenizer: Any) -> list[str]:
