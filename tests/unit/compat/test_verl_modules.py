@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 import polyturn.compat.verl
 from polyturn import compat
-from polyturn.compat.verl import chat_template, reward_manager, torch_functional
+from polyturn.compat.verl import chat_template, reward_loop, reward_manager, torch_functional
 from polyturn.compat.verl.agent_loop_utils import (
     add_generation_prompt_for_gpt_oss,
     build_gpt_oss_tool_response_text,
@@ -167,6 +167,21 @@ def test_value_that_a_row_lacks_is_none(name: str) -> None:
     found = reward_manager.get_reward_manager_cls(name)(Words(), 0, some)(scored_batch(), return_dict=True)
     expected = {"score": [1.0, 1.0], "early": [5, None], "late": [None, True]}
     assert dict(found["reward_extra_info"]) == expected and found["reward_extra_info"]["none"] == []
+
+
+def test_late_function_scores_zero_on_request() -> None:
+    def late(extra_info: dict[str, Any], **columns: object) -> float:
+        while extra_info["level"] == 2:
+            pass
+        return 1.0
+
+    manager = reward_manager.NaiveRewardManager(Words(), 0, late, compute_score_timeout=0.1)
+    assert manager(scored_batch()).tolist() == [[0, 0, 0, 1], [0, 0, 0, 0]]
+
+
+def test_row_manager_puts_scores_on_the_last_token() -> None:
+    rewards = reward_loop.RewardManagerBase.assemble_rm_scores(scored_batch(), [0.5, 2.0])
+    assert rewards.tolist() == [[0, 0, 0, 0.5], [0, 2, 0, 0]]
 
 
 def test_batch_manager_calls_its_function_once() -> None:

@@ -13,11 +13,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from polyturn.compat.not_offered import __getattr__  # noqa: F401  (raises for names that are not offered)
-from polyturn.compat.verl.reward_manager import RawRewardFn, register, texts
+from polyturn.compat.verl.reward_manager import RawRewardFn, on_last_tokens, register, texts
 from polyturn.compat.verl.reward_score import default_compute_score
 
 __all__ = ["NaiveRewardManager", "RewardLoopManagerBase", "RewardManagerBase", "register"]
@@ -45,6 +47,11 @@ class RewardManagerBase(ABC):
     @abstractmethod
     async def run_single(self, data: Any) -> dict[str, Any]:
         """Return the "reward_score" of a row, and further values in "reward_extra_info"."""
+
+    @classmethod
+    def assemble_rm_scores(cls, data: Any, scores: Sequence[float]) -> Tensor:
+        """Return [B, R] the score of each row on the last token of its response, 0 elsewhere."""
+        return on_last_tokens(data, scores)
 
 
 RewardLoopManagerBase = RewardManagerBase

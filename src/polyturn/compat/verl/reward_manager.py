@@ -5,17 +5,21 @@
     manager(data, return_dict=True)     {"reward_tensor": …, "reward_extra_info": {"pred": [B values], …}}
 
 They are for scripts and tests that call a manager, and for subclasses. A run calls reward functions itself, and a project's
-own managers through `managed_reward`. A function that raises is an error, never 0.0.
+own managers through `managed_reward`. A function that raises is an error, never 0.0; only one that takes longer than a
+manager's `compute_score_timeout` scores 0.0.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
+import signal
+import threading
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any, TypeVar
@@ -82,43 +86,50 @@ def get_reward_manager_cls(name: str) -> type[Any]:
 class NaiveRewardManager(AbstractRewardManager):
     """Calls a function per row."""
 
+    compute_score_timeout: float | None = None
+
     def __init__(
         self,
         tokenizer: Any,
         num_examine: int,
         compute_score: RawRewardFn | None = None,
         reward_fn_key: str = "data_source",
+        compute_score_timeout: float | None = None,
     ) -> None:
-        """Create a manager that logs `num_examine` answers per source; the default function is verl's own."""
+        """Create a manager that logs `num_examine` answers per source; the default function is verl's own.
+
+        A call that takes longer than `compute_score_timeout` seconds scores 0.0, in the main thread only; None does not
+        limit calls.
+        """
         self.tokenizer = tokenizer
         self.num_examine = num_examine
         self.compute_score = compute_score or default_compute_score
         self.reward_fn_key = reward_fn_key
+        self.compute_score_timeout = compute_score_timeout
 
     def __call__(self, data: Any, return_dict: bool = False) -> Any:
         """Return the rewards [B, R]: the batch's `rm_scores` if it has them, else the function's scores."""
         if "rm_scores" in data.batch:
             return with_known_rewards(data, return_dict)
-        rewards = torch.zeros_like(data.batch["responses"], dtype=torch.float32)
+        rewards: list[float] = []
         infos: list[dict[str, Any]] = []
         num_shown: Counter[Any] = Counter()
         for i, (length, text, score) in enumerate(
             zip(_lengths(data), texts(data, self.tokenizer), self.verify(data), strict=True)
         ):
             infos.append(dict(score) if isinstance(score, Mapping) else {})
-            value = self._reward(_value(score), length, infos[-1])
-            if length:
-                rewards[i, length - 1] = value
+            rewards.append(self._reward(_value(score), length, infos[-1]))
             source = data.non_tensor_batch[self.reward_fn_key][i]
             if num_shown[source] < self.num_examine:
                 num_shown[source] += 1
                 logger.info("%s: response %r, score %s", source, text, score)
-        return {"reward_tensor": rewards, "reward_extra_info": by_key(infos)} if return_dict else rewards
+        reward_tensor = on_last_tokens(data, rewards)
+        return {"reward_tensor": reward_tensor, "reward_extra_info": by_key(infos)} if return_dict else reward_tensor
 
     def verify(self, data: Any) -> list[Any]:
         """Return the function's score of each row."""
         return [
-            self.compute_score(
+            self._score(
                 data_source=row.non_tensor_batch[self.reward_fn_key],
                 solution_str=text,
                 ground_truth=row.non_tensor_batch["reward_model"]["ground_truth"],
@@ -126,6 +137,17 @@ class NaiveRewardManager(AbstractRewardManager):
             )
             for row, text in zip((data[i] for i in range(len(data))), texts(data, self.tokenizer), strict=True)
         ]
+
+    def _score(self, **row: Any) -> Any:
+        limit_s = self.compute_score_timeout
+        if not limit_s:
+            return self.compute_score(**row)
+        try:
+            with _alarm(limit_s):
+                return self.compute_score(**row)
+        except TimeoutError:
+            logger.warning("the reward of an answer of %s took longer than %s s: 0.0", row["data_source"], limit_s)
+            return 0.0
 
     def _reward(self, score: float, length: int, info: dict[str, Any]) -> float:
         """Return the reward of a row from its score and number of tokens; add further values to `info`."""
@@ -239,6 +261,34 @@ def with_known_rewards(data: Any, return_dict: bool) -> Any:
     """Return the rewards that a batch already has."""
     known = {key: data.non_tensor_batch[key] for key in data.meta_info.get("reward_extra_keys", [])}
     return {"reward_tensor": data.batch["rm_scores"], "reward_extra_info": known} if return_dict else data.batch["rm_scores"]
+
+
+def on_last_tokens(data: Any, rewards: Sequence[float]) -> torch.Tensor:
+    """Return [B, R] the reward of each row on the last token of its response, 0 elsewhere."""
+    out = torch.zeros_like(data.batch["responses"], dtype=torch.float32)
+    for i, (length, reward) in enumerate(zip(_lengths(data), rewards, strict=True)):
+        if length:
+            out[i, length - 1] = reward
+    return out
+
+
+@contextlib.contextmanager
+def _alarm(limit_s: float) -> Iterator[None]:
+    """Raise a TimeoutError in the body after `limit_s` seconds; without effect outside the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def is_late(signum: int, frame: Any) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, is_late)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def by_key(infos: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
