@@ -22,6 +22,7 @@ from polyturn.config.load import load_values
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError, DataError
 from polyturn.testing.episodes import tiny_tokenizer
+from support.refusals import refuses
 
 pytestmark = pytest.mark.timeout(300)  # the first test imports datasets
 
@@ -136,12 +137,45 @@ def test_row_has_padded_ids_without_raw_chat(parquet: str) -> None:
         RLHFDataset([parquet], tokenizer, OmegaConf.create({**config, "max_prompt_length": 8}))[2]
 
 
-def test_long_rows_are_dropped_on_request(parquet: str) -> None:
+def test_messages_are_built_from_any_column(parquet: str) -> None:
+    class Mine(RLHFDataset):
+        def _build_messages(self, example: dict[str, Any], key: str) -> list[dict[str, Any]]:  # type: ignore[override]
+            return [{**m, "content": m["content"].upper()} for m in super()._build_messages(example, key=key)]
+
+    class Older(RLHFDataset):
+        def _build_messages(self, example: dict[str, Any]) -> list[dict[str, Any]]:  # type: ignore[override]
+            return [{**m, "content": m["content"].upper()} for m in super()._build_messages(example)]
+
+    for cls in (Mine, Older):
+        row = cls(parquet, tiny_tokenizer(), OmegaConf.create(CONFIG))[0]
+        assert row["raw_prompt"] == [{"role": "user", "content": "WORD "}] and "prompt" not in row
+    chosen = {"chosen": rows()[0]["prompt"]}
+    dataset = RLHFDataset(parquet, tiny_tokenizer(), OmegaConf.create(CONFIG))
+    assert dataset._build_messages(chosen, key="chosen") == chosen["chosen"]
+
+
+def test_dataset_is_split_into_equal_parts(parquet: str, caplog: pytest.LogCaptureFixture) -> None:
+    dataset = RLHFDataset(parquet, tiny_tokenizer(), OmegaConf.create(CONFIG))
+    assert [[row["index"] for row in map(part.__getitem__, range(len(part)))] for part in dataset.split(3)] == [
+        [0],
+        [1],
+        [2],
+    ]
+    assert (
+        not caplog.text and [len(part) for part in dataset.split(2)] == [1, 1] and "1 of 3 rows are dropped" in caplog.text
+    )
+    assert len(dataset) == 3
+    refuses(lambda: dataset.split(0), ValueError, "num_splits is 0", "from 1 to 3")
+
+
+def test_long_rows_are_dropped_on_request(parquet: str, caplog: pytest.LogCaptureFixture) -> None:
     config = OmegaConf.create({"max_prompt_length": 150, "filter_overlong_prompts": True, "return_raw_chat": True})
     lengths = [
         len(tiny_tokenizer().apply_chat_template(r["prompt"], add_generation_prompt=True, return_dict=False)) for r in rows()
     ]
-    assert len(RLHFDataset(parquet, tiny_tokenizer(), config)) == sum(length <= 150 for length in lengths) < 3
+    num_fits = sum(length <= 150 for length in lengths)
+    assert len(RLHFDataset(parquet, tiny_tokenizer(), config)) == num_fits < 3
+    assert f"{3 - num_fits} of 3 rows are dropped" in caplog.text
 
 
 def test_columns_of_a_batch_are_tensors_or_objects() -> None:

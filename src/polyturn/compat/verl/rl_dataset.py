@@ -13,6 +13,8 @@ false, because a run renders messages itself.
 
 from __future__ import annotations
 
+import copy
+import logging
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -35,6 +37,8 @@ from polyturn.data.sequences import TaskSequence
 from polyturn.infra.plugin_shape import has_parameter
 from polyturn.infra.plugins import import_attr
 from polyturn.tools.registry import initialize_tools_from_config
+
+logger = logging.getLogger(__name__)
 
 _KINDS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 _POINTER = re.compile("(<image>|<video>|<audio>)")
@@ -127,22 +131,54 @@ class RLHFDataset(Dataset[dict[str, Any]]):
             return dataframe
 
         def fits(row: dict[str, Any]) -> bool:
-            return len(self._render(self._build_messages(dict(row)), tokenize=True)) <= self.max_prompt_length
+            return len(self._render(self._messages(dict(row)), tokenize=True)) <= self.max_prompt_length
 
-        return dataframe.filter(fits)
+        kept = dataframe.filter(fits)
+        if dropped := len(dataframe) - len(kept):
+            logger.warning(
+                "%d of %d rows are dropped: their prompts are longer than max_prompt_length %d (filter_overlong_prompts)",
+                dropped, len(dataframe), self.max_prompt_length,
+            )  # fmt: skip
+        return kept
 
     def resume_dataset_state(self) -> None:
         """Read the files again."""
         self._download(use_origin_parquet=True)
         self._read_files_and_tokenize()
 
+    def split(self, num_splits: int) -> list[RLHFDataset]:
+        """Return `num_splits` datasets with equally many adjacent rows; the rows that remain are dropped with a warning.
+
+        Raises:
+            DataError: `num_splits` is not a number from 1 to the number of rows.
+        """
+        num_rows = len(self.dataframe)
+        if not isinstance(num_splits, int) or not 1 <= num_splits <= num_rows:
+            raise DataError(f"num_splits is {num_splits!r}; it must be a number from 1 to {num_rows}, the number of rows")
+        size, dropped = divmod(num_rows, num_splits)
+        if dropped:
+            logger.warning("%d of %d rows are dropped, because %d splits are equally long", dropped, num_rows, num_splits)
+        splits = [copy.copy(self) for _ in range(num_splits)]
+        for i, one in enumerate(splits):
+            one.dataframe = self.dataframe.select(range(i * size, (i + 1) * size))
+        return splits
+
     def __len__(self) -> int:
         return len(self.dataframe)
 
-    def _build_messages(self, example: dict[str, Any]) -> list[dict[str, Any]]:
-        """Remove the messages from a row and return them; `<image>`, `<video>` and `<audio>` become parts if the row has
-        such columns."""
-        messages = [dict(message) for message in example.pop(self.prompt_key)]
+    def _messages(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+        """Remove the messages from a row and return them."""
+        key = {"key": self.prompt_key} if has_parameter(self._build_messages, "key") else {}  # since verl 0.9
+        messages = self._build_messages(row, **key)
+        row.pop(self.prompt_key, None)
+        return messages
+
+    def _build_messages(self, example: dict[str, Any], key: str | None = None) -> list[dict[str, Any]]:
+        """Return the messages in the column `key` of a row; without `key`, remove them from the prompt's column.
+
+        `<image>`, `<video>` and `<audio>` become parts if the row has such columns.
+        """
+        messages = [dict(message) for message in (example.pop(self.prompt_key) if key is None else example[key])]
         if self.image_key in example or self.video_key in example:
             for message in messages:
                 if isinstance(message["content"], str):
@@ -154,7 +190,7 @@ class RLHFDataset(Dataset[dict[str, Any]]):
 
     def __getitem__(self, item: int) -> dict[str, Any]:
         row = dict(self.dataframe[item])
-        messages = self._build_messages(row)
+        messages = self._messages(row)
         if not self.return_raw_chat and self.processor is None:
             row |= self._tokenized(messages)
         row["raw_prompt"] = messages
