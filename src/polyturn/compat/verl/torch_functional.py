@@ -50,8 +50,8 @@ def clip_by_value(x: Tensor, tensor_min: Tensor | float, tensor_max: Tensor | fl
     return torch.max(torch.min(x, high), low)
 
 
-def logprobs_from_logits(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return [...] the log-probability of each label under [..., V] logits."""
+def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
+    """Return [...] the log-probability of each label under [..., V] logits. `inplace_backward` has no effect."""
     return functional.log_softmax(logits, dim=-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
 
 
