@@ -154,8 +154,14 @@ def _is_own(entry: Any) -> bool:
 
 
 def is_same_source(one: Any, other: Any) -> bool:
-    """Return whether two values are identical, or the same function or class of a file imported under two names."""
-    return one is other or (_source(one) is not None and _source(one) == _source(other))
+    """Return whether two values are identical, or the same function or class of a file imported under two names.
+
+    Functions that a loop defines share their code object; those of two imports do not.
+    """
+    if one is other:
+        return True
+    is_of_loop = isinstance(one, FunctionType) and one.__code__ is getattr(other, "__code__", None)
+    return not is_of_loop and _source(one) is not None and _source(one) == _source(other)
 
 
 def _source(entry: Any) -> tuple[Any, ...] | None:

@@ -21,7 +21,8 @@ import json
 import re
 import typing
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, overload
+from types import ModuleType
+from typing import Annotated, Any, TypeVar, overload
 
 from polyturn.core.code_origin import defined_at
 from polyturn.core.errors import PLUGIN_RAISES, ConfigError, DataError, LifecycleError, errors_at, one_line
@@ -33,6 +34,8 @@ from polyturn.tools.base import BaseTool
 from polyturn.tools.docstring import read_docstring
 from polyturn.tools.result_shape import ToolOutcome, normalize
 from polyturn.tools.schema import OpenAIFunctionToolSchema, ToolResponse
+
+Decorated = TypeVar("Decorated", bound="FunctionTool")
 
 
 class FromTask:
@@ -178,9 +181,32 @@ def tool(
     Raises:
         ConfigError: the schema cannot be derived from the function; the message names the missing part.
     """
-    if function is None or isinstance(function, str):
-        return functools.partial(FunctionTool, name=name or function, schema=schema, stateless=stateless)
-    return FunctionTool(function, name=name, schema=schema, stateless=stateless)
+    chosen = name or (function if isinstance(function, str) else None)
+
+    def decorate(fn: Callable[..., Any]) -> FunctionTool:
+        decorated = FunctionTool(fn, name=chosen, schema=schema, stateless=stateless)
+        return decorated if "<locals>" in getattr(fn, "__qualname__", "<locals>") else keep(decorated)
+
+    return decorate if function is None or isinstance(function, str) else decorate(function)
+
+
+_DECORATED: dict[str, dict[str, FunctionTool]] = {}
+"""Module -> name -> tool; if a loop decorates functions, the module's variables have only the last one."""
+
+
+def keep(decorated: Decorated) -> Decorated:
+    """Add a tool to the tools of its module, and return it."""
+    _DECORATED.setdefault(decorated.function.__module__, {})[decorated.name] = decorated
+    return decorated
+
+
+def tools_in(module: ModuleType) -> list[FunctionTool]:
+    """Return the functions of a module that are decorated as tools, in the file's order."""
+    name = module.__name__
+    variables = [v for v in vars(module).values() if isinstance(v, FunctionTool) and v.function.__module__ == name]
+    last = {variable.name: variable for variable in variables}
+    decorated = [one for one in _DECORATED.get(name, {}).values() if last.get(one.name, one) is one]
+    return list(dict.fromkeys([*decorated, *variables]))
 
 
 def read_signature(function: Callable[..., Any], *, name: str | None = None) -> tuple[OpenAIFunctionToolSchema, Types]:

@@ -19,7 +19,7 @@ from polyturn.infra.plugin_files import PluginEntry, PluginFile, read_plugin_fil
 from polyturn.infra.plugin_shape import CallShape, Shape, check_class
 from polyturn.infra.plugins import import_attr, import_file
 from polyturn.tools.base import BaseTool, check_names, read_schema
-from polyturn.tools.function import FunctionTool
+from polyturn.tools.function import FunctionTool, tools_in
 from polyturn.tools.mcp_items import build_mcp_tools
 from polyturn.tools.sandbox_tools import SandboxTools
 
@@ -130,11 +130,10 @@ def load_function_tools(path: str | Path) -> list[FunctionTool]:
     Raises:
         ConfigError: the file does not exist, cannot be imported, or does not contain a decorated function.
     """
-    module = import_file(Path(path))
-    tools = [v for v in vars(module).values() if isinstance(v, FunctionTool) and v.function.__module__ == module.__name__]
+    tools = tools_in(import_file(Path(path)))
     if not tools:
         raise ConfigError(f"{str(path)!r} has no function decorated as a tool; write @polyturn.tool above one")
-    return list(dict.fromkeys(tools))
+    return tools
 
 
 def _build(entry: PluginEntry, *, base: Path | None) -> list[BaseTool]:

@@ -100,6 +100,30 @@ def test_files_of_functions_are_loaded(tmp_path: Path, caplog: pytest.LogCapture
         module.load_function_tools_from_path(str(tmp_path / "gone.py"))
 
 
+IN_A_LOOP = """
+from verl.tools.function_tool import function_tool
+for name in NAMES:
+    @function_tool(name)
+    def tool() -> str:
+        "Say the name."
+        return name
+"""
+
+
+def test_tools_of_a_loop_are_all_loaded(tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text(IN_A_LOOP.replace("NAMES", "('b', 'a')"))
+    assert [t.name for t in module.load_function_tools_from_path(str(tmp_path / "loop.py"))] == ["b", "a"]
+    plain = IN_A_LOOP.replace(
+        "from verl.tools.function_tool import function_tool", "from polyturn import tool as function_tool"
+    )
+    (tmp_path / "native.py").write_text(plain.replace("NAMES", "('b', 'a')"))
+    assert [t.name for t in load_all_tools(None, tmp_path / "native.py")] == ["b", "a"]
+    (tmp_path / "same.py").write_text(IN_A_LOOP.replace("NAMES", "('c', 'c')"))
+    refuses(
+        lambda: module.load_function_tools_from_path(str(tmp_path / "same.py")), ConfigError, "'c' is already registered"
+    )
+
+
 def test_file_is_read_once_and_names_do_not_collide(tmp_path: Path) -> None:
     file = tmp_path / "tools.py"
     file.write_text(

@@ -74,7 +74,7 @@ def _register(fn: Callable[..., Any], name: str | None, schema: Schema) -> Funct
     chosen = name or str(getattr(fn, "__name__", ""))
     if chosen in FUNCTION_TOOL_REGISTRY and not is_same_source(FUNCTION_TOOL_REGISTRY[chosen].function, fn):
         raise ConfigError(f"function tool {chosen!r} is already registered; give this one another name")
-    tool = FUNCTION_TOOL_REGISTRY[chosen] = FunctionTool(chosen, fn, schema)
+    tool = FUNCTION_TOOL_REGISTRY[chosen] = native.keep(FunctionTool(chosen, fn, schema))
     return tool
 
 
@@ -93,12 +93,6 @@ _LOADED_FUNCTION_TOOL_PATHS: dict[str, list[native.FunctionTool]] = {}
 """File -> the tools that it registered. Programs that clear the registry also clear this, so that files are read again."""
 
 
-def _load(path: Path) -> list[native.FunctionTool]:
-    module = import_file(path)
-    tools = (v for v in vars(module).values() if isinstance(v, native.FunctionTool))
-    return list(dict.fromkeys(tool for tool in tools if tool.function.__module__ == module.__name__))
-
-
 def load_function_tools_from_path(path: str) -> list[native.FunctionTool]:
     """Return the tools that a Python file registers; each file is read once.
 
@@ -109,7 +103,7 @@ def load_function_tools_from_path(path: str) -> list[native.FunctionTool]:
         raise FileNotFoundError(f"function_tool_path does not exist: {path}")
     file = str(Path(path).resolve())
     if file not in _LOADED_FUNCTION_TOOL_PATHS:
-        _LOADED_FUNCTION_TOOL_PATHS[file] = _load(Path(file))
+        _LOADED_FUNCTION_TOOL_PATHS[file] = native.tools_in(import_file(Path(file)))
     if not _LOADED_FUNCTION_TOOL_PATHS[file]:
         logger.warning("no @function_tool decorators found in %s", path)
     return list(_LOADED_FUNCTION_TOOL_PATHS[file])
