@@ -175,6 +175,16 @@ async def test_answer_that_leaves_no_room_ends_the_episode_with_its_score(tree: 
     assert (trajectory.error, EVENTS) == (None, ["started", "finalized"])
 
 
+async def test_overridden_state_may_add_scores_without_turns(tree: dict[str, Any]) -> None:
+    class Scores(ToolAgentLoop):
+        async def _handle_interacting_state(self, agent_data: AgentData) -> AgentState:
+            agent_data.turn_scores.append(0.75)
+            return AgentState.TERMINATED
+
+    trajectory = await play(Scores, ["five"], tree)
+    assert ([t.scores for t in trajectory.turns], trajectory.error) == ([{"interaction": 0.75}], None)
+
+
 async def test_row_may_choose_no_tool(tree: dict[str, Any]) -> None:
     trajectory = await play(ToolAgentLoop, [CALL, "4"], tree, tool_selection=["other"])
     assert EVENTS == ["started", "finalized"] and trajectory.stop_reason is StopReason.STOP

@@ -80,8 +80,10 @@ class ToolAgentLoop(AgentLoopBase):
         num = len(agent_data.response_mask)
         end = len(agent_data.prompt_ids) - num
         logprobs = agent_data.response_logprobs[: self.response_length]
-        scores = dict(zip(agent_data.scored_turns, agent_data.turn_scores, strict=True))
-        by_turn = [scores.get(turn) for turn in range(agent_data.assistant_turns)]
+        by_turn: list[float | None] = [*agent_data.turn_scores]
+        if len(by_turn) == len(agent_data.scored_turns):  # subclasses may add scores without their turns
+            scores = dict(zip(agent_data.scored_turns, by_turn, strict=True))
+            by_turn = [scores.get(turn) for turn in range(agent_data.assistant_turns)]
         extra = {"turn_scores": by_turn, "tool_rewards": agent_data.tool_rewards}
         return AgentLoopOutput(
             prompt_ids=agent_data.prompt_ids[:end],
