@@ -74,16 +74,17 @@ async def test_masks_logprobs_and_turns_are_those_of_the_spans() -> None:
     assert spans[0]["start"] == 0 and spans[-1]["end"] == batch["responses"].shape[1]
 
 
-async def test_columns_have_their_documented_names() -> None:
+async def test_columns_have_their_documented_names(caplog: pytest.LogCaptureFixture) -> None:
     row = {"extra": {"index": 5, "ability": "math"}, "tools_kwargs": {"add": ToolKwargs(create_kwargs={"x": 1})}}
     trajectory = await run(CALL, "#### 5", "#### 4", **row)
     trajectory = dataclasses.replace(
         trajectory,
-        reward=dataclasses.replace(trajectory.reward, info={"acc": 1.0, "pred": "4"}),  # type: ignore[type-var]
+        reward=dataclasses.replace(trajectory.reward, info={"acc": 1.0, "pred": "4", "index": 9}),  # type: ignore[type-var]
     )
     other = await run("#### 4", id="g1/0")
     batch = to_dataproto([group(trajectory), group(other, id="g1")])
     first = batch[0]
+    assert "['index'] are dropped" in caplog.text
     assert list(batch["uid"]) == ["g0", "g1"]
     assert [first[key] for key in ("request_id", "data_source", "ability", "index")] == ["g0/0", "openai/gsm8k", "math", 5]
     assert first["reward_model"] == {"style": "rule", "ground_truth": "4"}

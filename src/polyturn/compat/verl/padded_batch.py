@@ -15,6 +15,7 @@ A trajectory with a rewritten history has several segments and so several rows, 
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,8 @@ from polyturn.rewards.function import extra_info
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
+
+logger = logging.getLogger(__name__)
 
 Positions = Callable[[Segment], NDArray[np.integer] | None]
 """Segment -> [3, T] positions of its tokens for a model with M-RoPE, or None if token t has position t."""
@@ -76,7 +79,10 @@ def to_dataproto(
     num_prompt = _width([r.num_prompt for r in rows], prompt_length, rows, name="prompt_length")
     num_response = _width([len(r.segment) - r.num_prompt for r in rows], response_length, rows, name="response_length")
     tensors = _tensors(rows, num_prompt, num_response, pad_token_id, positions)
-    extras = sorted({key for row in rows for key in row.reward_info} - set(rows[0].other) - set(tensors))
+    reported = {key for row in rows for key in row.reward_info}
+    extras = sorted(reported - set(rows[0].other) - set(tensors))
+    if dropped := sorted(reported - set(extras)):
+        logger.warning("the reward function's values %s are dropped, because columns have these names; rename them", dropped)
     other = {key: [row.other[key] for row in rows] for key in rows[0].other}
     return _tensordict(tensors, {**other, **{key: [row.reward_info.get(key) for row in rows] for key in extras}})
 
