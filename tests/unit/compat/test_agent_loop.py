@@ -163,11 +163,16 @@ async def returns_none(loop: AgentLoopBase, params: Any, **kwargs: Any) -> Any:
     return None
 
 
+async def returns_no_output(loop: AgentLoopBase, params: Any, **kwargs: Any) -> Any:
+    await say(loop, await prompt_of(loop, kwargs), params)
+    return []
+
+
 async def asks_nothing(loop: AgentLoopBase, params: Any, **kwargs: Any) -> Any:
     return output([1])
 
 
-@pytest.mark.parametrize("run", [fails, returns_none, asks_nothing])
+@pytest.mark.parametrize("run", [fails, returns_none, returns_no_output, asks_nothing])
 async def test_failing_loop_fails_its_trajectory(run: Any) -> None:
     trajectory = await play_loop(looping(run), ["x"])
     assert trajectory.stop_reason is StopReason.ERROR

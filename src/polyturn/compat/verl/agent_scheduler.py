@@ -248,7 +248,7 @@ class AgentLoopScheduler(MultiTurnScheduler):
                 return server.over
             raise SchedulerError(f"the agent loop raised {one_line(problem)}") from problem
         outputs = output if isinstance(output, list) else [output]
-        for one in outputs:
+        for one in outputs or [outputs]:
             if not isinstance(one, AgentLoopOutput):
                 raise SchedulerError(
                     f"the agent loop returned {one!r:.200}; return an AgentLoopOutput, or a list of them"
