@@ -207,6 +207,8 @@ def test_unknown_native_key_is_an_error():
         (["~algorithm.gamma=0.5"], ["algorithm.gamma", "1.0"]),
         ([f"+{ACTOR}.policy_loss.tau=3"], ["tau", "vanilla"]),
         (["data.train_batch_size=many"], ["data.train_batch_size", "many"]),
+        (["data.train_batch_size=inf"], ["data.train_batch_size", "inf"]),
+        (["data.train_batch_size=nan"], ["data.train_batch_size", "nan"]),
         ([f"+{ACTOR}.megatron.context_parallel_size=2"], ["context_parallel_size", f"{ACTOR}.strategy"]),
         (["trainer.logger=wandbb"], ["wandbb", "'wandb'"]),
         (

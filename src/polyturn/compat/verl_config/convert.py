@@ -124,7 +124,7 @@ def sampler(s: Source) -> None:
 def minibatches(s: Source) -> None:
     """Split a step into updates of `ppo_mini_batch_size` tasks."""
     key = f"{ACTOR}.ppo_mini_batch_size"
-    tasks, size = s.number("data.train_batch_size", 1024), s.whole(key, 256)
+    tasks, size = s.whole("data.train_batch_size", 1024), s.whole(key, 256)
     if size < 1 or (size > tasks and key in s.written):
         s.refuse(key, f"it must be from 1 to data.train_batch_size, which is {tasks}")
     else:

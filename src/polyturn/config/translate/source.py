@@ -7,6 +7,7 @@ Each converter is one function that reads and writes only this object.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,7 +68,7 @@ class Source:
     def whole(self, key: str, default: int, *, least: int | None = None) -> int:
         """Return a value that must be a whole number of at least `least`; other values are refused."""
         value = self.number(key, default)
-        if value != int(value) or (least is not None and value < least):
+        if not math.isfinite(value) or value != int(value) or (least is not None and value < least):
             self.refuse(key, "it must be a whole number" + ("" if least is None else f", {least} or more"))
             return default
         return int(value)
