@@ -332,6 +332,10 @@ async def test_file_of_loops_names_classes_arguments_and_the_default() -> None:
         scheduler = AgentLoopScheduler(loops=items, default=default, config=tree)
         info = (await play_loop(scheduler, ["a", "b"], row=row)).turns[-1].info
         assert {k: info[k] for k in ("model", "format", "end")} == {"model": "org/tiny", "format": "hermes", "end": "!"}
+    own = AgentLoopScheduler(loops={"tool_agent": items["named"]}, default="tool_agent", config=tree)
+    assert (await play_loop(own, ["a", "b"])).turns[-1].info["end"] == "!"
+    native = AgentLoopScheduler(loops={"tool_agent": {"_target_": "polyturn.compat.verl.tool_agent_loop.ToolAgentLoop"}})
+    assert native._loop_of(task(extra={"agent_name": "tool_agent"})) is None
     refuses(lambda: AgentLoopScheduler(loops={"wrong": {"_target_": "json.dumps"}}), ConfigError, "'wrong'", "'json.dumps'")
     with pytest.raises(ConfigError, match=r"'mine'.*`runs`.*`run`"):
 

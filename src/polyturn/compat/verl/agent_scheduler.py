@@ -204,7 +204,7 @@ class AgentLoopScheduler(MultiTurnScheduler):
         Args:
             loop: The class, its registered name, or None for the row's `agent_name`.
             loops: Name -> `_target_`, the import path of a class, and its further arguments. A registered class needs no
-                entry.
+                entry. An entry may replace the native loop, by its names.
             default: The loop of rows without an `agent_name`.
             config: A config tree in verl's form for the loop. The run's lengths and sampling fill in values that are
                 missing or null.
@@ -215,7 +215,8 @@ class AgentLoopScheduler(MultiTurnScheduler):
         """
         chosen = get_agent_loop_class(loop) if isinstance(loop, str) else loop
         self._only = None if chosen is None else _Loop(chosen, dict(kwargs or {}))
-        self._loops = {name: _Loop.read(name, item) for name, item in (loops or {}).items()}
+        read = {name: _Loop.read(name, item) for name, item in (loops or {}).items()}
+        self._loops = {name: one for name, one in read.items() if name not in NATIVE_AGENTS or not _is_native(one.cls)}
         self._default = default
         self._config = OmegaConf.create(dict(config or {}))
         self._last: tuple[Limits, SamplingParams, Any] | None = None
@@ -268,7 +269,7 @@ class AgentLoopScheduler(MultiTurnScheduler):
         if self._only is not None:
             return self._only
         name = self._default if name is None else str(name)
-        return None if name in NATIVE_AGENTS else self._find(name)
+        return None if name in NATIVE_AGENTS and name not in self._loops else self._find(name)
 
     def _find(self, name: str) -> _Loop:
         return self._loops[name] if name in self._loops else _Loop(get_agent_loop_class(name, also=self._loops), {})
@@ -304,6 +305,11 @@ class AgentLoopScheduler(MultiTurnScheduler):
         run: Any = loop.run
         answer = run(row["raw_prompt"], params) if has_parameter(run, "messages") else run(params, **row)
         return await answer if inspect.isawaitable(answer) else answer
+
+
+def _is_native(cls: type) -> bool:
+    """Return whether a class is one that stands for the native loop, not a subclass of it."""
+    return cls.__module__.partition(".")[0] == "polyturn"
 
 
 def _constructor_names(cls: type) -> set[str]:
