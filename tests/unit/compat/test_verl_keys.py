@@ -285,6 +285,15 @@ def test_critic_keys_move_with_gae_alone(make: Any):
     assert any(notice.startswith("trainer.critic_warmup") for notice in other.notices())
 
 
+def test_own_estimator_gets_the_discounts_of_the_run(tmp_path: Path) -> None:
+    own = [f"algorithm.adv_estimator={tmp_path / 'mine.py'}:mine", "algorithm.gamma=0.9"]
+    made = translated(*own, "algorithm.lam=0.8").native["algorithm"]["advantage"]
+    assert (made["gamma"], made["lam"]) == (0.9, 0.8)
+    assert translated(*own).native["algorithm"]["advantage"].keys() & {"gamma", "lam"} == {"gamma"}
+    for name in ("rloo", "grpo_vectorized"):
+        assert "gamma" not in translated(f"algorithm.adv_estimator={name}", own[1]).native["algorithm"]["advantage"]
+
+
 # Training
 
 

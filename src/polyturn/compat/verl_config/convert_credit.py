@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from polyturn.algorithms.advantages import advantages
 from polyturn.compat.verl_config.convert_loss import KL_ESTIMATORS
 from polyturn.core.errors import did_you_mean
+from polyturn.infra.plugins import OWN, distribution_of, offered
 
 if TYPE_CHECKING:
     from polyturn.config.translate.source import Source
@@ -17,8 +19,16 @@ CONTROL = "algorithm.kl_ctrl"
 
 
 def discount(s: Source) -> None:
-    """Set the discounts of estimators that use them; for gae, the reward is on the last token."""
-    name = s.get("algorithm.adv_estimator")
+    """Set the discounts of estimators that use them; for gae, the reward is on the last token.
+
+    A user's own estimator may use both; the default 1.0 is not written, because one with a native signature may lack them.
+    """
+    name = s.get("algorithm.adv_estimator", "grpo")
+    points = offered(advantages.group).get(str(name).removesuffix("_vectorized"), ())
+    if all(distribution_of(point) != OWN for point in points):
+        for key in ("gamma", "lam"):
+            if (value := s.number(f"algorithm.{key}", 1.0)) != 1.0:
+                s.put(f"algorithm.advantage.{key}", value, by=f"algorithm.{key}")
     if name in ("gae", "reinforce_plus_plus"):
         s.put("algorithm.advantage.gamma", s.number("algorithm.gamma", 1.0), by="algorithm.gamma")
     if name == "gae":
