@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import itertools
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from polyturn.batching.loss_scale import build_loss_scale
@@ -23,6 +25,7 @@ from polyturn.core.generation import MAX_SUPPORT
 from polyturn.core.protocols import Tool
 from polyturn.core.task import Task, select_tools
 from polyturn.data.dataset import DatasetSummary, check_tasks
+from polyturn.data.rows import near_column
 from polyturn.data.sequences import Subset
 from polyturn.infra.live import names_code
 from polyturn.infra.plugins import import_attr
@@ -178,6 +181,11 @@ def check_training(parts: Parts, tasks: RunTasks) -> None:
     if tasks.eval_sets:
         summaries["evaluation.data"] = _read_tasks(parts, tasks.eval_sets[0].tasks, name="evaluation.data")
     check_use(parts.context, summaries)
+    sources = {str(source) for summary in summaries.values() for source in summary.data_sources if source is not None}
+    for pattern in parts.source.config.reward.routes:
+        if not any(fnmatch.fnmatchcase(source, pattern) for source in sources):
+            hint = did_you_mean(pattern, sources)
+            logger.warning("reward.routes has %r, and no task has such a data_source.%s", pattern, hint)
     for name, one in parts.policies.by_name.items():
         if not one.is_named:
             logger.warning(
@@ -356,7 +364,7 @@ def _read_tasks(
     context = parts.context
     limits = parts.source.config.rollout.limits
     longest = limits.max_prompt_tokens
-    seen = itertools.count()
+    seen, near = itertools.count(), Counter[tuple[str, str]]()
 
     def measure(task: Task) -> None:
         media = [medium for message in task.prompt for medium in message.media]
@@ -376,11 +384,17 @@ def _read_tasks(
             )
         if also is not None:
             also(task)
+        near.update(filter(None, map(near_column, task.extra)))
         bar.advance()
 
     with Progress(f"check {name}", len(tasks)) as bar:
         needs_name = context.require_interaction_name
         summary = check_each(context, context.tools, tasks, name=name, needs_name=needs_name, also=measure)
+    for (column, known), count in near.items():
+        logger.warning(
+            "%s: %d of %d tasks have the column %r, which only rewards, tools and interactions read; did you mean %r?",
+            *(name, count, len(tasks), column, known),
+        )
     without = summary.interactions.get(None, 0)
     if 0 < without < len(tasks):
         logger.info(

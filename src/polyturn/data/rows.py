@@ -17,6 +17,8 @@ kwargs are all None, belongs to other rows and is left out; a tool with empty kw
 
 from __future__ import annotations
 
+import difflib
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -46,6 +48,13 @@ _PARTNERS = frozenset({"interaction_kwargs", "tools", "tools_kwargs", "tool_kwar
 """Keys of a row and of its `extra_info` that become fields of the task."""
 _TYPED = _PARTNERS | {"id", "prompt", "data_source", "ground_truth", "reward_model", "extra_info", "interaction"}
 """Keys of a row that become fields of the task. All other keys, and the rest of `extra_info`, go to `Task.extra`."""
+
+
+@functools.cache
+def near_column(name: str) -> tuple[str, str] | None:
+    """Return a column that polyturn does not read and the one of its own columns that it nearly spells; None otherwise."""
+    near = difflib.get_close_matches(name, (*_TYPED, *COLUMNS, "messages"), n=1, cutoff=0.88)
+    return (name, near[0]) if near else None
 
 
 def task_from_row(row: Mapping[str, Any], *, index: int, split: str, source: str, where: str | None = None) -> Task:

@@ -146,11 +146,16 @@ def test_dry_run_shows_task_and_cost_and_writes_nothing(tmp_path: Path):
     assert not (tmp_path / "runs").exists() and is_quiet(called)
 
 
-def test_dry_run_counts_tasks_without_an_interaction_and_names_the_limit_of_a_long_prompt(tmp_path: Path):
+def test_dry_run_tells_of_rows_and_settings_that_look_wrong(tmp_path: Path):
     config = write_tiny_run(tmp_path)
     with (tmp_path / "tasks.jsonl").open("a") as tasks:
-        tasks.write(json.dumps({"id": "rat", "data_source": "tiny", "prompt": "How loud is the rat?"}) + "\n")
-    assert "data.train: 1 of 7 tasks name no interaction" in call("train", config, "--dry-run").err
+        rat = {"id": "rat", "data_source": "tiny", "prompt": "How loud is the rat?", "interactions": "coach"}
+        tasks.write(json.dumps(rat) + "\n")
+    called = call("train", config, "--dry-run", "reward.routes={tinny: plugins.py:score}")
+    assert called.code == 0, called.err
+    assert "data.train: 1 of 7 tasks name no interaction" in called.err
+    assert "have the column 'interactions', which only" in called.err and "did you mean 'interaction'?" in called.err
+    assert "reward.routes has 'tinny', and no task has such a data_source. Did you mean 'tiny'?" in called.err
     called = call("train", config, "--dry-run", "rollout.limits.max_context=10")
     assert called.code == 2 and "rollout.limits.max_context 10 allows 9; raise the limit" in called.err
 
