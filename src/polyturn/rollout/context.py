@@ -181,6 +181,16 @@ class RolloutContext:
         # A shallow copy: episodes share the constructor's objects, and an assignment in one does not reach the others.
         return self.scheduler if self.scheduler.shared else copy.copy(self.scheduler)
 
+    def counted(self, reason: str) -> tuple[int, str]:
+        """Count a reason; return the level of its message, and " (10 trajectories so far)" unless it is the first.
+
+        The level is WARNING for the first, tenth, hundredth … time, and otherwise DEBUG.
+        """
+        self.reported[reason] += 1
+        count = self.reported[reason]
+        level = logging.WARNING if count == 10 ** (len(str(count)) - 1) else logging.DEBUG
+        return level, f" ({count} trajectories so far)" if count > 1 else ""
+
     def is_sanity_due(self) -> bool:
         """Count one finished episode, and return whether to compare its token ids with a full render."""
         self._num_finished += 1

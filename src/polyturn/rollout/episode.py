@@ -402,6 +402,11 @@ class Episode:
         before, own = turn.said_before, turn.own_before
         return self.history.read(text, turn=turn.index, own=own + text[len(before) :] if text.startswith(before) else None)
 
+    def warn(self, text: str, *, reason: str) -> None:
+        """Log a warning about this episode the first, tenth, hundredth … time that a reason occurs in the run."""
+        level, again = self._context.counted(reason)
+        logger.log(level, "%s: %s%s", self.id, text, again)
+
     def weigh(self, turn: OpenTurn, weights: ArrayLike) -> None:
         """Set the loss weights of a turn's sampled tokens: one for all, or one per token. Tokens with 0 are not trained."""
         self.history.weigh(turn, weights)

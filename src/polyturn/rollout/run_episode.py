@@ -169,7 +169,7 @@ async def close_episode(episode: Episode, scheduler: Scheduler) -> list[str]:
             lines = []
         except (PolyturnError, TimeoutError) as problem:
             lines = [f"{one_line(problem)}{raised_at(problem)}"]
-            logger.warning("%s: on_trajectory_end failed: %s", episode.id, lines[0])
+            episode.warn(f"on_trajectory_end failed: {lines[0]}", reason=f"on_trajectory_end{raised_at(problem)}")
         return lines + await episode.resources.close()
 
     problems, cancelled = await finish(asyncio.create_task(close()), grace_s=CANCELLED_S)
@@ -296,12 +296,8 @@ def _failure_text(context: RolloutContext, episode_id: str, problem: PolyturnErr
     """
     where = raised_at(problem)
     error = one_line(problem).removesuffix(where) + where
-    reason = where or error.replace(episode_id, "…")
-    context.reported[reason] += 1
-    count = context.reported[reason]
-    level = logging.WARNING if count == 10 ** (len(str(count)) - 1) else logging.DEBUG
-    again = f" ({count} trajectories so far)" if count > 1 else ""
-    trace = raised_by_author(problem) if count == 1 else None
+    level, again = context.counted(where or error.replace(episode_id, "…"))
+    trace = None if again else raised_by_author(problem)
     logger.log(level, "trajectory %s failed: %s%s", episode_id, error, again, exc_info=trace)
     return error
 

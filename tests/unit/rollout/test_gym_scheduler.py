@@ -56,6 +56,8 @@ class Counter:
 
     def close(self) -> None:
         CLOSED.append(self)
+        if self.fails == "close":
+            raise OSError("thin ice")
 
 
 class AsyncCounter(Counter):
@@ -184,6 +186,17 @@ async def test_broken_environment_fails_its_trajectory_and_is_closed(config: Any
     assert "'test_counter'" in (t.error or "")
     assert key in (t.error or "")
     assert len(CLOSED) == 1
+
+
+async def test_environment_that_fails_to_close_is_reported_the_first_and_the_tenth_time(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    made = context()
+    for number in range(11):
+        assert (await run_episode(made, row(fails="close"), id=f"e{number}")).error is None
+    first, tenth = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert first.startswith("e0: on_trajectory_end failed: ") and "close raised OSError: thin ice (test_gym_sch" in first
+    assert tenth.startswith("e9: ") and tenth.endswith(" (10 trajectories so far)")
 
 
 @pytest.mark.parametrize(("name", "config"), [("test_counter", {"fails": "hang"}), ("test_slow_counter", {})])

@@ -181,7 +181,7 @@ async def test_edit_branch_and_other_agent_are_own_segments():
     assert np.array_equal(branch.token_ids[: branch.parent.length], t.segments[0].token_ids[: branch.parent.length])
 
 
-async def test_full_context_ends_the_episode_as_a_truncation():
+async def test_full_context_ends_the_episode_as_a_truncation(caplog: pytest.LogCaptureFixture):
     async def agent(client: Client) -> float:
         history = [user("a")]
         while True:
@@ -193,6 +193,8 @@ async def test_full_context_ends_the_episode_as_a_truncation():
 
     t = await play(agent, lambda request: "so", limits=Limits(max_context=150, max_turns=None), rewards=None)
     assert t.stop_reason is StopReason.CONTEXT_FULL and len(t.segments) == 1
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert "RuntimeError: as a client's library raises (test_openai_session.py, line " in warning
     assert t.reward is not None and t.reward.total == 0.0, "nothing was earned before the end"
 
 

@@ -18,12 +18,11 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from polyturn.core.errors import DataError, PolyturnError, SchedulerError, TemplateError, one_line
+from polyturn.core.errors import DataError, PolyturnError, SchedulerError, TemplateError, one_line, raised_at
 from polyturn.core.generation import FinishReason, SamplingParams
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message
@@ -36,8 +35,6 @@ from polyturn.rollout.open_turn import OpenTurn
 from polyturn.rollout.scheduler import GivenReward, MultiTurnScheduler, Reply
 from polyturn.serving.openai.chat_request import BadRequest, ChatRequest, ChatResponse, key_of
 from polyturn.serving.openai.turns import refuse_too_long, response_of, typed_messages, unrenderable
-
-logger = logging.getLogger(__name__)
 
 
 class _Node:
@@ -152,8 +149,10 @@ class AgentSession:
         except SchedulerError as problem:
             if not self._is_refused and not self._is_aborted:
                 raise
-            logger.info(
-                "%s: its agent failed after reaching a limit, so the episode is truncated: %s", self.id, one_line(problem)
+            at = raised_at(problem)
+            self._episode.warn(
+                f"its agent failed after reaching a limit, so the episode is truncated: {one_line(problem)}{at}",
+                reason=f"truncated{at}",
             )
 
     def give_reward(self, score: float, info: Mapping[str, Any]) -> None:
