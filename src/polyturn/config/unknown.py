@@ -97,6 +97,8 @@ def _nearest(key: str, value: Any, known: Mapping[str, Any], path: KeyPath, ever
         return f" It is another trainer's name; write {ours}."
     # Next in other sections: a correctly spelt key is more likely in the wrong section than misspelt.
     elsewhere = [k for k in everywhere() if k.rpartition(".")[2] == key] or nearest_keys(key, everywhere())
+    if path[:1] == ("evaluation",):  # a key of the training would change the training
+        elsewhere = [k for k in elsewhere if k.startswith("evaluation.")]
     below = [k for k in elsewhere if k.startswith(near)]  # in the same section
     if path and not below and (longer := [name for name in known if name.startswith(f"{key}_")]):
         return f" Did you mean {' or '.join(repr(near + name) for name in longer[:2])}?"

@@ -79,7 +79,7 @@ WELL_KNOWN: Mapping[str, WellKnown] = {
     "num_generations": _is("train.group_size"),
     "n": _is("train.group_size"),
     "train_batch_size": _is("train.groups_per_step"),
-    "batch_size": _is("train.groups_per_step", "train.group_size", "train.max_tokens_per_batch", "warm_start.batch_size"),
+    "batch_size": _is("train.groups_per_step", "train.group_size", "warm_start.batch_size"),
     "per_device_train_batch_size": WellKnown(
         write=_PER_DEVICE,
         call="groups_per_step=16, group_size=8; **{'train.max_tokens_per_batch': 16384} bounds a micro-batch",
