@@ -74,7 +74,7 @@ def bind(host: str, port: int, *, is_only: bool = False) -> socket.socket:
             bound.close()
             is_in_use = problem.errno == errno.EADDRINUSE
             if candidate == last or not is_in_use:
-                hint = "; stop its program, or use another --port (0 is any free one)" if is_in_use else ""
+                hint = "; stop its program, or use another port (0 is any free one)" if is_in_use else ""
                 raise ConfigError(f"cannot listen on {host}:{candidate}: {problem.strerror}{hint}") from problem
             continue
         if candidate != port and port != 0:
