@@ -26,8 +26,8 @@ MAX_CHARS = 240
 def dialogues(folder: Path, split: str, *, limit: int = 2) -> list[Table]:
     """Return tables of tasks whose reward rose from the first evaluation to the last, with both dialogues.
 
-    First comes a task with several turns in the last evaluation, if there is one, then the tasks with one turn, then the
-    rest. If no reward rose, the first tasks of the evaluation are shown.
+    One task with several turns in the last evaluation comes first, if there is one; then the tasks with one turn; then the
+    other tasks with several turns. If no reward rose, the first tasks of the evaluation are shown.
 
     Args:
         folder: The run's folder.

@@ -7,6 +7,7 @@ is a small version of a published one, with random weights.
 from __future__ import annotations
 
 import importlib.resources
+import importlib.util
 import json
 import shlex
 import sys
@@ -64,7 +65,8 @@ def main(
     for path in sorted(folder.iterdir()):
         out.text(f"  {path.name}{'/' if path.is_dir() else ''}")
     python = [] if program() == ["polyturn"] else [sys.executable, "-m"]
-    commands = (["cd", str(folder)], [*python, "pytest"], [*python, "polyturn", "train", "config.yaml"])
+    installing = [] if importlib.util.find_spec("pytest") else [[sys.executable, "-m", "pip", "install", "pytest"]]
+    commands = (["cd", str(folder)], *installing, [*python, "pytest"], [*python, "polyturn", "train", "config.yaml"])
     out.text(f"\nNow: {' && '.join(map(shlex.join, commands))}")
 
 

@@ -5,8 +5,8 @@
 
 torch multiplies float32 matrices with MKL, which uses only half of the vector width of AMD's AVX-512 processors. There, with
 torch 2.13 and two threads, oneDNN takes 0.4 to 0.6 of MKL's time for the forward and the backward pass, and for the few rows
-of a decoding step; with AVX2 it is about as fast in training and faster with few rows (`benchmarks/onednn.py`). The results
-differ by rounding.
+of a decoding step. On processors with AVX2 alone, both are about equally fast in training, and oneDNN is faster in decoding
+(`benchmarks/onednn.py`). The results differ by rounding.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ FEW_ROWS = 64
 layout of its own, and with few rows that copy of the weight takes as long as the product."""
 
 _CACHES = dict.fromkeys(("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"), "256")
-"""Environment variables with the sizes of two caches, of torch's ideep and of oneDNN. Both keep the code of each product,
-half a megabyte for every number of rows of every layer. Their default, 1024, takes one to two gigabytes of a run whose
+"""Environment variables with the sizes of two caches, of torch's ideep and of oneDNN. Both keep generated code: half a
+megabyte for each layer and each number of rows. Their default, 1024, takes one to two gigabytes of a run whose
 micro-batches all differ in length; to generate code again takes less than a millisecond."""
 
 

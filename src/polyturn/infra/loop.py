@@ -36,7 +36,7 @@ GRACE_S = 1.5
 """Seconds that tasks may take to end once they are cancelled, and asynchronous generators to close."""
 
 END_S = 4.5
-"""Seconds to wait for the tasks to end. After that the event loop itself counts as blocked and is abandoned."""
+"""Seconds to wait for the tasks to end. After that the event loop is taken to be blocked, and is abandoned."""
 
 HELD_S = 240.0
 """Seconds for which a plug-in may block the loop beyond its deadline before the process ends."""
@@ -46,8 +46,8 @@ _MEDDLED = (
 )
 
 _ABANDONED: list[object] = []
-"""Tasks that ignored their cancellation, and event loops that stayed blocked. They are kept, because garbage collection
-would run the plug-in's code again."""
+"""Tasks that ignored their cancellation, and event loops that stayed blocked. They are kept, because their
+destructors would run the plug-in's code again."""
 
 
 def run_loop(work: Coroutine[Any, Any, T]) -> T:

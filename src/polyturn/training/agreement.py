@@ -59,7 +59,7 @@ def _figures(suffix: str, k3: NDArray[np.float64], apart: NDArray[np.float64]) -
     return {
         f"policy/rollout_k3{suffix}": Mean(float(k3.sum()), count),
         f"policy/rollout_difference{suffix}": Mean(float(apart.sum()), count),
-        # Several updates in a step report the mean of their percentiles.
+        # If a step has several updates, the metric is the mean of their percentiles.
         f"policy/rollout_difference_p99{suffix}": Mean(float(np.percentile(apart, 99)) * count, count),
         f"policy/rollout_difference_max{suffix}": Max(float(apart.max())),
     }

@@ -1,7 +1,7 @@
 """verl's reductions of token losses, and the conversion of a loss written for verl to a native one.
 
 agg_loss(loss_BR, mask_BR, "token-mean")  ->  a scalar
-as_policy_loss(fn)                        ->  a native loss with the token losses that `fn` passes to `agg_loss`
+as_policy_loss(fn)                        ->  a native loss: the token losses that `fn` passes to `agg_loss`
 """
 
 from __future__ import annotations

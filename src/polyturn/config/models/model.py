@@ -60,7 +60,7 @@ class AnyModelConfig(Section):
     """Type of the parameters in training and in the embedded engine. auto: bfloat16 on CUDA GPUs that support it, otherwise
     float32. With bfloat16 the optimizer keeps float32 master weights, and gradients are summed in float32."""
     lora: LoraSettings | None = None
-    """Train an adapter; null trains all weights."""
+    """Options of a LoRA adapter; with null, all weights are trained."""
 
     @model_validator(mode="after")
     def _one_source(self) -> AnyModelConfig:
