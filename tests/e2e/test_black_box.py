@@ -47,6 +47,17 @@ def test_black_box_example_trains(agent: str, tmp_path: Path, monkeypatch: pytes
     assert len(whole) >= 8 and all(t.reward is not None for t in whole)
 
 
+def test_tools_of_the_run_are_refused_because_the_agent_offers_its_own(tmp_path: Path):
+    (tmp_path / "tools.py").write_text(
+        'import polyturn\n\n\n@polyturn.tool\ndef shelf(title: str) -> str:\n    """Find a book."""\n    return "A1"\n'
+    )
+    tools = f"rollout.tools.functions=['{tmp_path / 'tools.py'}:shelf']"
+    called = call_command(main, "train", EXAMPLE / "config.yaml", "--dry-run", f"out={tmp_path}", tools)
+    assert called.code == 2 and "rollout.tools has ['shelf']" in called.err and "remove rollout.tools" in called.err, (
+        called.err
+    )
+
+
 @pytest.mark.parametrize("agent", AGENTS)
 def test_record_holds_what_the_engine_saw_and_sampled(agent: str, tmp_path: Path):
     config = load_config(RunConfig, EXAMPLE / "config.yaml", [f"rollout.scheduler_kwargs.agent={agent}"]).config

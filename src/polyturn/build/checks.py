@@ -180,6 +180,7 @@ def check_training(parts: Parts, tasks: RunTasks) -> None:
     summaries = {"data.train": _read_tasks(parts, tasks.train, name="data.train", also=task_check(parts.source))}
     if tasks.eval_sets:
         summaries["evaluation.data"] = _read_tasks(parts, tasks.eval_sets[0].tasks, name="evaluation.data")
+    _refuse_tools_not_offered(parts.context)
     check_use(parts.context, summaries)
     sources = {str(source) for summary in summaries.values() for source in summary.data_sources if source is not None}
     for pattern in parts.source.config.reward.routes:
@@ -222,6 +223,7 @@ def check_run(parts: Parts, tasks: Sequence[Task], *, name: str) -> None:
     Raises:
         DataError, ConfigError, TemplateError: the first problem.
     """
+    _refuse_tools_not_offered(parts.context)
     check_use(parts.context, {name: _read_tasks(parts, tasks, name=name)})
 
 
@@ -312,6 +314,14 @@ def check_use(context: RolloutContext, summaries: Mapping[str, DatasetSummary]) 
     check_setup(context.interactions)
     _tell_of_shared_tools(context)
     _refuse_unused(context.interactions, context.tools.tools, summaries)
+
+
+def _refuse_tools_not_offered(context: RolloutContext) -> None:
+    if context.tools.tools and not context.scheduler.offers_tools:
+        raise ConfigError(
+            f"rollout.tools has {sorted(context.tools.tools)}, and with this rollout.scheduler the model never sees them: an "
+            "agent's requests bring its tools; remove rollout.tools, or let the agent offer these tools"
+        )
 
 
 def _refuse_unused(interactions: Collection[str], tools: Collection[str], summaries: Mapping[str, DatasetSummary]) -> None:

@@ -181,6 +181,7 @@ class Scheduler(Protocol):
     forks: bool
     gives_reward: bool
     shows_tools: bool
+    offers_tools: bool
 
     @property
     def scores_turns(self) -> bool | None:

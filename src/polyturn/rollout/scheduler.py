@@ -62,6 +62,9 @@ class MultiTurnScheduler:
     shows_tools: bool = False
     """Whether it writes the tools into the prompt if the chat template does not render them (`show_tools`)."""
 
+    offers_tools: bool = True
+    """Whether the model can call the run's tools; False if its tools come from elsewhere, such as an agent's requests."""
+
     stateless: bool = True
     """Whether the state that it keeps for an episode never changes between turns. An episode can then be resumed, without
     another call of `on_trajectory_start`. A subclass must set this explicitly. A scheduler with state may instead offer

@@ -57,6 +57,7 @@ class SessionScheduler(MultiTurnScheduler):
     """Runs an episode whose turns another program requests; a subclass starts the program."""
 
     gives_reward = True
+    offers_tools = False
     rules = SessionRules()
     no_request_error = (
         "the agent returned without a single request; give its client the base_url and api_key that the agent gets"
