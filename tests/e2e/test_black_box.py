@@ -49,7 +49,7 @@ def test_black_box_example_trains(agent: str, tmp_path: Path, monkeypatch: pytes
 
 def test_tools_of_the_run_are_refused_because_the_agent_offers_its_own(tmp_path: Path):
     (tmp_path / "tools.py").write_text(
-        'import polyturn\n\n\n@polyturn.tool\ndef shelf(title: str) -> str:\n    """Find a book."""\n    return "A1"\n'
+        'import polyturn\n\n\n@polyturn.tool\ndef shelf() -> str:\n    """Find a book."""\n    return "A1"\n'
     )
     tools = f"rollout.tools.functions=['{tmp_path / 'tools.py'}:shelf']"
     called = call_command(main, "train", EXAMPLE / "config.yaml", "--dry-run", f"out={tmp_path}", tools)

@@ -319,8 +319,8 @@ def check_use(context: RolloutContext, summaries: Mapping[str, DatasetSummary]) 
 def _refuse_tools_not_offered(context: RolloutContext) -> None:
     if context.tools.tools and not context.scheduler.offers_tools:
         raise ConfigError(
-            f"rollout.tools has {sorted(context.tools.tools)}, and with this rollout.scheduler the model never sees them: an "
-            "agent's requests bring its tools; remove rollout.tools, or let the agent offer these tools"
+            f"rollout.tools has {sorted(context.tools.tools)}, and with this rollout.scheduler the model never sees them: "
+            "an agent's requests bring its tools; remove rollout.tools, or let the agent offer these tools"
         )
 
 

@@ -152,7 +152,8 @@ def guarded(run: Callable[[], object]) -> None:
         run()
     except PolyturnError as problem:
         at = raised_at(problem)
-        _refuse(str(problem) if at in str(problem) else f"{problem}{at}")
+        is_named = at.rpartition(", ")[2].rstrip(")") in str(problem)  # "line 12"
+        _refuse(str(problem) if is_named else f"{problem}{at}")
     except OSError as problem:
         if problem.errno not in _FULL:
             raise
