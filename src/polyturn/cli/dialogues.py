@@ -69,7 +69,7 @@ def _side_by_side(before: Trajectory, after: Trajectory, *, task: str) -> Table:
     for number in range(max(len(before.messages), len(after.messages))):
         roles = [one.messages[number].role for one in (before, after) if number < len(one.messages)]
         cells = [_cell(one, number) for one in (before, after)]
-        if not any(cell.plain for cell in cells):
+        if not any(cell.plain for cell in cells) and "assistant" not in roles:
             continue  # the empty answer of an interaction that ended the episode
         table.add_row("/".join(dict.fromkeys(roles)), cells[0], cells[1] if number >= shared else Text("the same", "dim"))
     return table
@@ -78,5 +78,8 @@ def _side_by_side(before: Trajectory, after: Trajectory, *, task: str) -> Table:
 def _cell(trajectory: Trajectory, number: int) -> Text:
     if number >= len(trajectory.messages):
         return Text("")
-    text = printable(message_text(trajectory.messages[number]))
+    message = trajectory.messages[number]
+    text = printable(message_text(message))
+    if not text and message.role == "assistant":
+        return Text("(no text)", "dim")
     return Text(text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]} ... ({len(text)} characters)")

@@ -68,6 +68,13 @@ def test_long_message_is_cut_with_its_length(tmp_path: Path) -> None:
     assert "900 characters" in text_of(tmp_path)
 
 
+def test_answer_without_text_is_a_row_of_its_own(tmp_path: Path) -> None:
+    with ParquetStore(tmp_path) as store:
+        store.add(one("1+1", "", "3", reward=0), step=0, split="eval/greedy")
+        store.add(one("1+1", "", "2", reward=1), step=8, split="eval/greedy")
+    assert "(no text)" in text_of(tmp_path)
+
+
 def test_run_with_one_evaluation_shows_no_dialogue(tmp_path: Path) -> None:
     with ParquetStore(tmp_path) as store:
         store.add(one("1+1", "3", reward=0), step=0, split="eval/greedy")
