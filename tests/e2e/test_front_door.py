@@ -115,6 +115,7 @@ def test_run_resumes_with_its_objects(tmp_path: Path, caplog: pytest.LogCaptureF
     told = [said.partition("another setting: ")[2] for said in caplog.messages if "another setting" in said]
     assert told == ["train.steps: 2 -> 3"], "other rows, functions or models would be said too"
     assert more.folder == run.folder
+    assert "resumed with another setting: train.steps: 2 -> 3" in (run.folder / "log.txt").read_text()
     assert more.metrics["step"] == [1, 2, 3]
     assert len(more.trajectories) == 3 * 2 * 3
     last = polyturn.train(**given(tmp_path, name=run.config["name"], steps=4, resume=True))

@@ -274,7 +274,8 @@ def _prepare(attempt: _Attempt, resolved: Mapping[str, Any], options: RunOptions
         attempt.locks.enter_context(hold_folder(folder))
     attempt.name = name_of(folder, config.out)
     if resume:
-        tell_changes(before, resolved)
+        with logging_to(folder / "log.txt"):
+            tell_changes(before, resolved)
     else:
         _keep_settings(parts, folder, resolved)
     options.on_folder(folder)
