@@ -22,6 +22,8 @@ MOST_OUT_OF_TURNS = 0.9
 succeed."""
 BY_REQUEST = "request"
 """Stands for LENGTH if the request of an agent with its own loop set the limit."""
+NO_TURN = "no turn"
+"""Stands for TIMEOUT if the episode had no completion."""
 _CUT = "a cut turn is not answered: no tool runs and no interaction speaks"
 _WHAT_TO_DO: Mapping[StopReason | str, str] = {
     StopReason.LENGTH: f"were cut by rollout.limits.max_tokens_per_turn; {_CUT}. Raise rollout.limits.max_tokens_per_turn, "
@@ -33,6 +35,8 @@ _WHAT_TO_DO: Mapping[StopReason | str, str] = {
     "shorten prompts and tool results, or set rollout.limits.context_policy: compact",
     StopReason.TIMEOUT: "ended at rollout.limits.timeout_s; raise it, or look at which tool or interaction is slow "
     "(time/tool/… and time/interaction/…)",
+    NO_TURN: "ended at rollout.limits.timeout_s before their first completion; check that the agent, if there is one, "
+    "sends its requests to its base_url, and that the engine answers",
     StopReason.MAX_TURNS: "used up rollout.limits.max_turns (or max_user_turns), and fewer than half of them succeeded; "
     "raise it if they need more turns, or read some of them for endless repetition",
 }
@@ -70,6 +74,9 @@ class EndAlarms:
 
 
 def _limit_of(trajectory: Trajectory) -> StopReason | str:
-    """Return the stop reason of a trajectory; `BY_REQUEST` if the agent's own request cut the last completion."""
+    """Return the stop reason of a trajectory; `BY_REQUEST` if the agent's own request cut the last completion, `NO_TURN` if
+    its time was over before the first one."""
+    if trajectory.stop_reason is StopReason.TIMEOUT and not trajectory.turns:
+        return NO_TURN
     is_cut, last = trajectory.stop_reason is StopReason.LENGTH, trajectory.turns[-1:]
     return BY_REQUEST if is_cut and last and CUT_BY_REQUEST in last[0].info else trajectory.stop_reason

@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from polyturn.cli.main import main
+from polyturn.core.lifecycle import StopReason
 from polyturn.core.trajectory import CUT_BY_REQUEST, TrajectoryGroup
 from polyturn.evaluation.report import report
 from polyturn.interactions.gsm8k import Gsm8kInteraction
@@ -155,6 +156,22 @@ async def test_cut_that_the_request_asked_for_is_not_blamed_on_the_run(tmp_path:
         observer.end_rollout(groups)
     ((_, message),) = alarms_in(tmp_path)
     assert "max_tokens_per_turn" not in message and "request" in message
+
+
+async def test_episodes_without_a_completion_blame_no_tool(tmp_path: Path):
+    groups = [
+        dataclasses.replace(
+            group,
+            trajectories=tuple(
+                dataclasses.replace(t, turns=(), segments=(), stop_reason=StopReason.TIMEOUT) for t in group.trajectories
+            ),
+        )
+        for group in await ended([CUT], max_tokens_per_turn=4)
+    ]
+    with RunObserver(tmp_path, total_steps=0) as observer:
+        observer.end_rollout(groups)
+    ((_, message),) = alarms_in(tmp_path)
+    assert "before their first completion" in message and "tool" not in message
 
 
 async def test_rollout_alone_raises_the_alarm_too(tmp_path: Path):
