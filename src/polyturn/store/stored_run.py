@@ -259,8 +259,13 @@ class StoredRun:
             of = "".join(
                 f", {name} {brief(value)}" for name, value in (("step", step), ("split", split)) if value is not None
             )
-            known = pc.unique(self._table["id"]).to_pylist()
-            raise DataError(f"no trajectory {brief(id)}{of} is recorded in {self.folder}.{did_you_mean(id, known)}")
+            places = self._table.filter(self._mask(id=id, step=None, split=None)).select(["step", "split"]).to_pylist()
+            if places:
+                known = ", ".join(f"step {one['step']}, split {one['split']}" for one in places[:4])
+                hint = f" It is recorded for {known}."
+            else:
+                hint = did_you_mean(id, pc.unique(self._table["id"]).to_pylist())
+            raise DataError(f"no trajectory {brief(id)}{of} is recorded in {self.folder}.{hint}")
         last = rows.slice(rows.num_rows - 1)
         part = last[_PART][0].as_py()
         records = self._read_rows(part, [last[_ROW][0].as_py()])

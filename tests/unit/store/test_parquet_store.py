@@ -220,6 +220,7 @@ def test_missing_record_is_refused(tmp_path: Path) -> None:
         store.add(group(), step=0, split="train")
     with pytest.raises(DataError, match=r"no trajectory 'g0/9', step 0 is recorded in .* Did you mean 'g0/"):
         open_store(tmp_path).trajectory("g0/9", step=0)
+    refuses(lambda: open_store(tmp_path).trajectory("g0/0", split="trian"), DataError, "recorded for step 0, split train.")
 
 
 def test_step_of_several_row_groups_is_read_whole(tmp_path: Path) -> None:
