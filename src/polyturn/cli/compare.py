@@ -86,7 +86,8 @@ def _common(store_a: StoredRun, store_b: StoredRun, a: Path, b: Path) -> list[st
     of_a, of_b = _splits(store_a), _splits(store_b)
     common = sorted(s for s in of_a & of_b if s.startswith("eval/"))
     if not common:
-        raise DataError(f"{a} and {b} have no common evaluation; {a} has {sorted(of_a)} and {b} has {sorted(of_b)}")
+        known_a, known_b = (", ".join(sorted(s for s in of if s.startswith("eval/"))) or "none" for of in (of_a, of_b))
+        raise DataError(f"{a} and {b} have no common evaluation; {a} has {known_a} and {b} has {known_b}")
     return common
 
 

@@ -52,7 +52,7 @@ def run_query(
     try:
         import duckdb
     except ModuleNotFoundError:
-        raise ConfigError("conditions need DuckDB; pip install 'polyturn[view]', or filter table() yourself") from None
+        raise ConfigError("conditions need DuckDB: pip install 'polyturn[view]'") from None
     done, until = threading.Event(), time.monotonic() + timeout_s
     with duckdb.connect(config={**_SETTINGS, "memory_limit": f"{max_bytes}B"}) as connection:
         connection.register("trajectories", table)

@@ -179,7 +179,7 @@ def rank_bytes(size: ModelSize, load: RankLoad) -> dict[str, int]:
         # If there is a whole gradient, the sum is already counted: in the gathered blocks, or in low precision.
         "buffer of the largest gradient": (1 if low or gathered else 2) * size.widest * size.element // wide,
         f"activations of a micro-batch of {load.tokens} tokens": activations,
-        "gaps in the heap": 0 if load.on_gpu else gaps,
+        "freed memory that the allocator keeps": 0 if load.on_gpu else gaps,
         "logits": 3 * 4 * min(tokens, at_once) * size.vocab // wide,
     }
 
