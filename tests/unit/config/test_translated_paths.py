@@ -32,3 +32,9 @@ def test_missing_path_is_refused_before_anything_is_loaded(name: str, tmp_path: 
 
 def test_impossible_file_name_is_not_moved(tmp_path: Path) -> None:
     assert moved([LONG], start=tmp_path, end=tmp_path / "runs") == [LONG]
+
+
+def test_working_folder_is_named_once_if_the_config_is_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=rf"no such file in {tmp_path}; check the path$"):
+        absolute(tools("missing.yaml"), folder=Path())

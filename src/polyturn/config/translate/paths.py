@@ -32,7 +32,7 @@ def absolute(translation: Translation, *, folder: Path | None) -> dict[str, Any]
             return str(near.absolute())
         if in_folder is not None and os.path.exists(in_folder):
             return str(in_folder.resolve())
-        folders = " or ".join(str(one) for one in (Path.cwd(), folder) if one is not None)
+        folders = " or ".join(dict.fromkeys(str(one.resolve()) for one in (Path.cwd(), folder) if one is not None))
         raise ConfigError(f"{key} is {path!r:.200}, and there is no such file in {folders}; check the path")
 
     return _changed(translation, rebase)
