@@ -307,6 +307,18 @@ def test_equal_rewards_give_exactly_no_advantage(name: str) -> None:
     assert not any(np.any(a) for a in _advantages_of(name, EQUAL))
 
 
+WITH_EPS = (
+    "grpo", "grpo_passk", "maxrl", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "mt_grpo", "gigpo", "gdpo",
+    "return_to_go",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("reward", [0.0, 0.1, 1e5 / 3])
+@pytest.mark.parametrize("name", WITH_EPS)
+def test_eps_of_0_gives_equal_rewards_no_advantage(name: str, reward: float) -> None:
+    assert not any(np.any(a) for a in _advantages_of(name, [[reward] * 7] * 3, eps=0.0))
+
+
 @pytest.mark.parametrize("name", OF_GROUPS)
 def test_only_differences_of_rewards_count(name: str) -> None:
     small, large = ([[shared, shared + 1, shared + 4]] for shared in (0.0, 2.0**40))
@@ -314,11 +326,12 @@ def test_only_differences_of_rewards_count(name: str) -> None:
         np.testing.assert_allclose(here, there, rtol=1e-6)
 
 
-def _advantages_of(name: str, rewards: Sequence[Sequence[float]]) -> list[np.ndarray]:
+def _advantages_of(name: str, rewards: Sequence[Sequence[float]], **options: Any) -> list[np.ndarray]:
     from polyturn.algorithms.advantages.base import traits_of
     from polyturn.compat.swift.advantage import estimate
 
-    estimator = functools.partial(estimate if name == "swift" else advantages.resolve(name), **OF_GROUPS.get(name, {}))
+    function = estimate if name == "swift" else advantages.resolve(name)
+    estimator = functools.partial(function, **OF_GROUPS.get(name, {}), **options)
     batch = [_plain_group(f"g{i}", rewards_G) for i, rewards_G in enumerate(rewards)]
     if traits_of(estimator).scope == "batch":
         return [a for g in estimator(batch).advantages for m in g for a in m]

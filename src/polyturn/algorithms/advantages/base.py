@@ -277,6 +277,11 @@ def centred(values_G: Rewards) -> Rewards:
     return differences - differences.mean()
 
 
+def divided(differences_G: Rewards, divisor: float) -> Rewards:
+    """Return [G] the differences over `divisor`; unchanged if it is 0, as for equal values and an eps of 0."""
+    return differences_G / (divisor or 1.0)
+
+
 def discounted(values_N: NDArray[np.float64], decay_N: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return [N] the sums x_n = v_n + decay_n x_{n+1}, computed backwards from x_N = 0."""
     pairs = zip(reversed(values_N.tolist()), reversed(decay_N.tolist()), strict=True)
@@ -316,10 +321,11 @@ def whiten(batch: Sequence[GroupView], estimate: BatchAdvantages, *, eps: float 
     if not len(flat):
         return estimate
     # Mean and variance are over tokens, not trajectories, as in the papers of the estimators that call this.
+    first, flat = flat[0], flat - flat[0]  # as in `centred`
     mean, scale = flat.mean(), np.sqrt(flat.var(ddof=1) + eps) if len(flat) > 1 else 1.0
     done = iter(
         [
-            np.where(s.loss_weights != 0, ((a - mean) / scale), 0.0).astype(np.float32)
+            np.where(s.loss_weights != 0, divided(a - first - mean, scale), 0.0).astype(np.float32)
             for s, a in zip(samples, arrays, strict=True)
         ]
     )

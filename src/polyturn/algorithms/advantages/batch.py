@@ -25,6 +25,7 @@ from polyturn.algorithms.advantages.base import (
     centred,
     declare,
     discounted,
+    divided,
     rewards_at_ends,
     spread,
     stream,
@@ -216,11 +217,11 @@ def gdpo(
             values = np.array([m.components.get(name, 0.0) for m in group.members], dtype=np.float64)
             if len(values) > 1:
                 scalars = centred(values)
-                sum_G += weight * (scalars / (scalars.std(ddof=1) + eps) if norm_by_std else scalars)
+                sum_G += weight * (divided(scalars, scalars.std(ddof=1) + eps) if norm_by_std else scalars)
         sums.append(sum_G)
     flat = np.concatenate([*sums, np.empty(0)])
     if whiten_batch and len(flat) > 1:
-        sums = [(s - flat.mean()) / (flat.std(ddof=1) + eps) for s in sums]
+        sums = [divided(s - flat.mean(), flat.std(ddof=1) + eps) for s in sums]
     return spread(batch, [s.tolist() for s in sums])
 
 

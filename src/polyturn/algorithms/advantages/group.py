@@ -13,7 +13,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field
 
-from polyturn.algorithms.advantages.base import Epsilon, NormByStd, Rewards, centred, declare, on_weighted
+from polyturn.algorithms.advantages.base import Epsilon, NormByStd, Rewards, centred, declare, divided, on_weighted
 from polyturn.core.arrays import Floats
 from polyturn.core.errors import TrainingError
 from polyturn.core.sample import TrainSample
@@ -33,7 +33,8 @@ def grpo(
     """
     values = np.asarray(rewards_G, dtype=np.float64)
     scalars = centred(values)
-    return _on_all(samples_G, scalars / (scalars.std(ddof=1) + eps) if norm_by_std and len(values) > 1 else scalars)
+    is_divided = norm_by_std and len(values) > 1
+    return _on_all(samples_G, divided(scalars, scalars.std(ddof=1) + eps) if is_divided else scalars)
 
 
 @declare(min_group=2, only_compares=True)
@@ -103,7 +104,7 @@ def grpo_passk(
     if k is None:
         scalars = np.zeros(n)
         lead = values[order[-1]] - values[order[-2]]
-        scalars[order[-1]] = lead / (values.std(ddof=1) + eps) if norm_by_std else lead
+        scalars[order[-1]] = divided(lead, values.std(ddof=1) + eps) if norm_by_std else lead
         return _on_all(samples_G, scalars)
     if k >= n:
         return _on_all(samples_G, np.zeros(n))
@@ -120,7 +121,7 @@ def grpo_passk(
         alone = math.comb(rank, k - 1)
         holding[rank] = (alone * sorted_G[rank] + np.dot(with_it, sorted_G[rank + 1 :])) / math.comb(n - 1, k - 1)
     scalars = np.empty(n)
-    scalars[order] = (holding - mean) / (std + eps) if norm_by_std else holding - mean
+    scalars[order] = divided(holding - mean, std + eps) if norm_by_std else holding - mean
     return _on_all(samples_G, scalars)
 
 
@@ -141,7 +142,7 @@ def maxrl(rewards_G: Rewards, samples_G: Samples, *, eps: Epsilon = 1e-6) -> lis
             f"maxrl divides by the mean reward of a group, and a reward is {values.min():g}; give rewards of 0 and "
             "above (a KL penalty in the reward can make them negative), or choose another algorithm.advantage"
         )
-    return _on_all(samples_G, centred(values) / (values.mean() + eps) if len(values) > 1 else np.zeros(len(values)))
+    return _on_all(samples_G, divided(centred(values), values.mean() + eps) if len(values) > 1 else np.zeros(len(values)))
 
 
 def _on_all(samples_G: Samples, scalars_G: Rewards) -> list[list[Floats]]:

@@ -26,6 +26,7 @@ from polyturn.algorithms.advantages.base import (
     TurnDiscount,
     centred,
     declare,
+    divided,
     on_turns,
     turn_penalties,
     turn_rewards,
@@ -62,10 +63,11 @@ def return_to_go(
         for index, mine in enumerate(credits):
             for k in range(len(mine) if baseline else 0):
                 others = [g[k] for j, g in enumerate(returns) if j != index and len(g) > k]
-                mine[k] -= np.mean(others) if others else 0.0
+                if others:  # the mean of the differences, which is exactly 0 for equal returns
+                    mine[k] = np.mean(mine[k] - np.array(others))
         flat = np.concatenate([*credits, np.empty(0)])
         scale = flat.std(ddof=1) + eps if norm_by_std and len(flat) > 1 else 1.0
-        returns_of_turns.append([_on_members(m, c / scale) for m, c in zip(group.members, credits, strict=True)])
+        returns_of_turns.append([_on_members(m, divided(c, scale)) for m, c in zip(group.members, credits, strict=True)])
     return BatchAdvantages(returns_of_turns)
 
 
@@ -160,7 +162,7 @@ def _standing(values: NDArray[np.float64], norm_by_std: bool, eps: float) -> NDA
     if len(values) < 2:
         return np.zeros(len(values))
     scalars = centred(values)
-    return scalars / (scalars.std(ddof=1) + eps) if norm_by_std else scalars
+    return divided(scalars, scalars.std(ddof=1) + eps) if norm_by_std else scalars
 
 
 def _on_members(member: MemberView, credits_K: NDArray[np.float64]) -> list[NDArray[np.float32]]:
