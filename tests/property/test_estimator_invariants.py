@@ -402,7 +402,7 @@ def return_to_go(groups, greedy, gamma=1.0, outcome="rest", baseline=True, norm_
                 [g - (statistics.fmean(o) if baseline and o else 0.0) for g, o in zip(returns[m.place], others, strict=True)]
             )
         flat = [c for credit in credits for c in credit]
-        scale = statistics.stdev(flat) + 1e-6 if norm_by_std and len(flat) > 1 else 1.0
+        scale = statistics.stdev(flat) + 1e-6 if norm_by_std and len({*flat}) > 1 else 1.0
         out.append([on_turns(m, [c / scale for c in credit]) for m, credit in zip(group, credits, strict=True)])
     return out
 

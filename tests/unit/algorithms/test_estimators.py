@@ -227,6 +227,13 @@ def test_return_to_go_compares_only_with_a_baseline() -> None:
     assert members_needed(advantages.resolve("return_to_go"), group_size=1) == 1, "a group of one that was asked for"
 
 
+def test_return_to_go_divides_no_equal_returns() -> None:
+    """Without others to compare with, A is the return; a deviation of 0 would make it a million times larger."""
+    options = {"norm_by_std": True, "baseline": False}
+    found = advantages.resolve("return_to_go")([_plain_group("g", [1.0, 1.0])], **options).advantages
+    assert [a.tolist() for m in found[0] for a in m] == [[0, 1, 1], [0, 1, 1]]
+
+
 def test_remax_needs_a_greedy_rollout() -> None:
     groups, samples = with_survivors(0, (4, 1, 4))
     groups[1] = dataclasses.replace(groups[1], baseline=None)

@@ -52,8 +52,8 @@ def return_to_go(
     turn k, or 0 if there are none. It does not depend on the trajectory itself, so the gradient stays unbiased. With
     `outcome` rest and gamma 1 the gradient is unbiased for the trajectory's reward whatever the scores are, because G_k is
     then that reward minus the scores before turn k. `norm_by_std` divides by the standard deviation of A over the group's
-    turns. Source: Sutton et al. 2000 (policy gradient theorem, reward to go); Schulman et al. 2016, section 2, for a gamma
-    below 1, which lowers the variance and adds a bias.
+    turns, unless that is 0. Source: Sutton et al. 2000 (policy gradient theorem, reward to go); Schulman et al. 2016,
+    section 2, for a gamma below 1, which lowers the variance and adds a bias.
     """
     check_outcome(outcome)
     returns_of_turns = []
@@ -66,8 +66,9 @@ def return_to_go(
                 if others:  # the mean of the differences, which is exactly 0 for equal returns
                     mine[k] = np.mean(mine[k] - np.array(others))
         flat = np.concatenate([*credits, np.empty(0)])
-        scale = flat.std(ddof=1) + eps if norm_by_std and len(flat) > 1 else 1.0
-        returns_of_turns.append([_on_members(m, divided(c, scale)) for m, c in zip(group.members, credits, strict=True)])
+        std = centred(flat).std(ddof=1) if norm_by_std and len(flat) > 1 else 0.0
+        scale = std + eps if std else 1.0  # not eps alone, because equal credits need not be 0
+        returns_of_turns.append([_on_members(m, c / scale) for m, c in zip(group.members, credits, strict=True)])
     return BatchAdvantages(returns_of_turns)
 
 
