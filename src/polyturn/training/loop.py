@@ -149,8 +149,8 @@ class Trainer:
     async def _train(self, tasks: asyncio.TaskGroup) -> None:
         """Run the remaining steps: a task fills the buffer, and each step takes its groups from the buffer."""
         train, state, drops = self.settings.train, self.state, DropStats()
-        if self._is_validation_due() and state.evaluated != state.step and await self._is_done():
-            return  # the resumed run ended before this validation finished
+        if self._is_validation_due() and (self._is_enough() if state.evaluated == state.step else await self._is_done()):
+            return  # the resumed run ended before this validation finished, or because of it
         buffer = self._buffer = GroupBuffer(
             groups_per_step=train.groups_per_step,
             max_staleness=train.max_staleness,
@@ -282,18 +282,24 @@ class Trainer:
             is_best = self._is_best(results)
             state.evals_since_best = 0 if is_best else state.evals_since_best + 1
             state.evaluated = state.step
-            success = self._success(results)
-            if evaluation.stop_at is not None and success >= evaluation.stop_at:
-                logger.info("step %d: success %.3f reached evaluation.stop_at; training ends", state.step, success)
-                is_enough = True
-            elif evaluation.patience is not None and state.evals_since_best >= evaluation.patience:
-                logger.info("step %d: no better result in %d validations; training ends", state.step, evaluation.patience)
-                is_enough = True
+            state.success = self._success(results)
+            is_enough = self._is_enough()
         every = self.settings.train.checkpoint_every
         is_due = isinstance(every, int) and every > 0 and state.step % every == 0
         if is_best or is_due or self._saving_clock.is_due():
             self._save(is_best=is_best)
         return is_enough
+
+    def _is_enough(self) -> bool:
+        """Return whether the latest validation ends training, and log why."""
+        evaluation, state = self.settings.evaluation, self.state
+        if evaluation.stop_at is not None and state.success >= evaluation.stop_at:
+            logger.info("step %d: success %.3f reached evaluation.stop_at; training ends", state.step, state.success)
+            return True
+        if evaluation.patience is not None and state.evals_since_best >= evaluation.patience:
+            logger.info("step %d: no better result in %d validations; training ends", state.step, evaluation.patience)
+            return True
+        return False
 
     def _is_best(self, results: Mapping[str, EvalResult]) -> bool:
         """Return whether the current weights have the best success so far; if so, record it."""

@@ -43,6 +43,8 @@ class LoopState:
     evals_since_best: int = 0
     evaluated: int = -1
     """The step of the latest validation."""
+    success: float = math.nan
+    """The success of the latest validation, on the set that chooses the best checkpoint."""
     reports: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
     """"before" or "after" -> evaluation set -> metrics."""
 

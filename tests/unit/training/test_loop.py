@@ -631,6 +631,24 @@ def test_missed_validation_is_done_after_a_resume(tmp_path: Path):
     assert [e[1] for e in third.of("eval")] == [4], "what was done is not done again"
 
 
+@pytest.mark.parametrize(
+    ("ends", "step", "later", "later_step"),
+    [({"stop_at": 0.75}, 2, {"stop_at": 0.9}, 4), ({"patience": 1}, 3, {"patience": 2}, 4)],
+)
+def test_resumed_run_ends_where_validation_ended_it(
+    tmp_path: Path, ends: dict[str, Any], step: int, later: dict[str, Any], later_step: int
+):
+    options: dict[str, Any] = {"is_right": right_in_evaluations_of({1: 1, 2: 3}), "eval_sets": ("greedy",), "eval_every": 1}
+    latest = Rig(tmp_path, **options, **ends, steps=9).run().latest()
+    again = Rig(tmp_path, **options, **ends, steps=9)
+    again.trainer.resume(latest)
+    again.run()
+    assert again.trainer.state.step == step and not again.of("train")
+    changed = Rig(tmp_path, **options, **later, steps=4)
+    changed.trainer.resume(latest)
+    assert changed.run().trainer.state.step == later_step, "another threshold lets it go on"
+
+
 @pytest.mark.parametrize("on_checkpoint_error", ["stop", "warn"])
 def test_failed_checkpoint_stops_or_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture, on_checkpoint_error: str):
     rig = Rig(tmp_path, checkpoint_every=1, on_checkpoint_error=on_checkpoint_error)
