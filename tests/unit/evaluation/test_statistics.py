@@ -104,6 +104,13 @@ def test_random_signs_agree_with_all_signs():
     assert flip_test([0.0, 0.0]) == 1.0
 
 
+@pytest.mark.parametrize("scale", [1e-12, 1e6, 1e8, 1e14])
+def test_sign_flips_depend_on_no_scale_of_rewards(scale: float):
+    for seed in range(20):
+        differences = np.random.default_rng(seed).uniform(0, 1, 4)
+        assert flip_test(differences * scale) == flip_test(differences)
+
+
 def test_comparison_pairs_tasks():
     a = groups_of([["5"]] * 12)
     b = groups_of([["4"]] * 9 + [["5"]] * 3)
