@@ -8,6 +8,7 @@ disk in place of the value.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any
@@ -90,6 +91,8 @@ def writable(config: BaseModel, resolved: Mapping[str, Any], raw_env: Mapping[Ke
     """Return the whole configuration as plain data, without values from the environment."""
     dump = to_jsonable_python(config, fallback=str)
     secrets = secrets_in(resolved, raw_env)
+    longest_first = sorted(map(re.escape, secrets), key=len, reverse=True)
+    any_secret = re.compile("|".join(longest_first)) if secrets else None
 
     def clean(value: Any, path: KeyPath) -> Any:
         if path in raw_env:
@@ -100,8 +103,8 @@ def writable(config: BaseModel, resolved: Mapping[str, Any], raw_env: Mapping[Ke
             return [clean(v, (*path, i)) for i, v in enumerate(value)]
         if not isinstance(value, str):
             return value
-        reference = next((raw for secret, raw in secrets.items() if secret in value), None)
-        return value.replace("${", r"\${") if reference is None else reference
+        value = value.replace("${", r"\${")
+        return value if any_secret is None else any_secret.sub(lambda match: secrets[match[0]], value)
 
     cleaned: dict[str, Any] = clean(dump, ())
     return cleaned

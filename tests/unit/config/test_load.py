@@ -297,6 +297,19 @@ def test_value_derived_from_the_environment_is_not_written(tmp_path: Path) -> No
     loaded = load_config(Derived, config_file(tmp_path, "key: ${oc.env:POLYTURN_KEY}"))
     assert loaded.config.header == f"Bearer {SECRET}"
     assert SECRET not in str(loaded.resolved)
+    write_resolved(loaded.resolved, tmp_path / "again.yaml")
+    assert load_config(Derived, tmp_path / "again.yaml").config == loaded.config
+
+
+@pytest.mark.usefixtures("environment")
+def test_text_that_contains_an_environment_value_keeps_its_rest(tmp_path: Path) -> None:
+    values = (
+        "name: ${oc.env:POLYTURN_HOST}\nnote: h.example/data \\${x}\nengine: {kind: server, url: 'https://h.example/v1'}"
+    )
+    loaded = load_config(Run, config_file(tmp_path, values))
+    write_resolved(loaded.resolved, tmp_path / "again.yaml")
+    assert "h.example" not in (tmp_path / "again.yaml").read_text()
+    assert load_config(Run, tmp_path / "again.yaml").config == loaded.config
 
 
 def test_aliases_that_multiply_are_refused(tmp_path: Path):
