@@ -142,7 +142,9 @@ def evaluate(
     Args:
         model: As in `train`.
         tasks: The tasks to evaluate on; by default `evaluation.data` of the configuration.
-        tools, interaction, reward, config, overrides: As in `train`.
+        tools, interaction, reward, config: As in `train`.
+        overrides: As in `train`. Evaluation sets have their own sampling, by default greedy:
+            `sets={"eight": {"sampling": {"temperature": 1.0}, "samples": 8}}`.
 
     Raises:
         PolyturnError: the run cannot work; the message is one sentence with the problem and the correction.
@@ -344,7 +346,22 @@ def _begun(
         if idle:
             instead = "; to sample a task several times: sets={'greedy': {'samples': 8}}" if "group_size" in idle else ""
             logger.warning("this run does not train, so %s has no effect%s", ", ".join(idle), instead)
+        if arguments.evaluates:
+            _warn_of_sampling(arguments.overrides, set_name=next(iter(source.config.evaluation.sets), "greedy"))
         yield source, resolved
+
+
+def _warn_of_sampling(overrides: Mapping[str, Any], *, set_name: str) -> None:
+    """Warn of keywords for the sampling in training, which evaluation sets do not use."""
+    from polyturn.api.keywords import path_of
+    from polyturn.config.sources import leaves
+
+    values = [(n, path, value) for n in overrides for path, value in leaves(overrides[n], tuple(path_of(n)))]
+    sampling = {path[2]: (n, value) for n, path, value in values if path[:2] == ("rollout", "sampling") and path[2:]}
+    if sampling:
+        names = ", ".join(dict.fromkeys(n for n, _ in sampling.values()))
+        write = {set_name: {"sampling": {key: value for key, (_, value) in sampling.items()}}}
+        logger.warning("an evaluation set has its own sampling, so %s does not change it; write sets=%r", names, write)
 
 
 def _announce(source: ConfigSource) -> None:

@@ -229,6 +229,24 @@ def test_other_functions_answer_too(call: Any, words: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"temperature": 0.8}, "temperature does not change it; write sets={'greedy': {'sampling': {'temperature': 0.8}}}"),
+        ({"rollout": {"sampling": {"top_p": 0.5}}}, "rollout does not change it; write sets={'greedy': {'sampling': "),
+        ({"sets": {"warm": {}}, "top_k": 2}, "top_k does not change it; write sets={'warm': {'sampling': {'top_k': 2}}}"),
+        ({"max_turns": 2, "rollout": {"max_concurrent": 2}}, ""),
+    ],
+)
+def test_evaluation_warns_of_the_sampling_of_training(
+    given: dict[str, Any], words: str, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    with pytest.raises(polyturn.PolyturnError):
+        polyturn.evaluate(tmp_path / "nowhere", ROWS, **given)
+    assert words in caplog.text
+    assert words or "does not change" not in caplog.text
+
+
+@pytest.mark.parametrize(
     ("call", "words"),
     [
         (lambda run: run.filter(3), r"condition is 3; .*run\.filter\('reward < 1'\)"),
