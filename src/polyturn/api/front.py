@@ -192,7 +192,7 @@ def rollout(
     own = {"model": model, "tasks": tasks, "tools": tools, "interaction": interaction, "reward": reward}
     overrides = {"group_size": group_size, **overrides}
     arguments = GivenArguments.of(overrides, **own, config=config, eval_tasks=None, ray=None)
-    with _begun(arguments, reads=("group_size",)) as (source, resolved):
+    with _begun(arguments, reads=("train.group_size",)) as (source, resolved):
         from polyturn.api import rolling
         from polyturn.api.event_loop import run_beside
         from polyturn.api.run import Run
@@ -333,7 +333,7 @@ def _begun(
 
     Args:
         arguments: The arguments of the call.
-        reads: Keywords of training that a run without training reads too.
+        reads: Keys of training that a run without training reads too.
         resume: Whether training resumes; None for runs without training.
     """
     from polyturn.api.given import read
@@ -342,7 +342,8 @@ def _begun(
     with _logs_shown():
         source, resolved = read(arguments, resume=resume)
         _announce(source)
-        idle = [n for n in arguments.overrides if resume is None and n not in reads and path_of(n)[0] in _OF_TRAINING]
+        keys = {name: path_of(name) for name in arguments.overrides if resume is None}
+        idle = [name for name, key in keys.items() if key[0] in _OF_TRAINING and ".".join(key) not in reads]
         if idle:
             instead = "; to sample a task several times: sets={'greedy': {'samples': 8}}" if "group_size" in idle else ""
             logger.warning("this run does not train, so %s has no effect%s", ", ".join(idle), instead)

@@ -246,6 +246,13 @@ def test_evaluation_warns_of_the_sampling_of_training(
     assert words or "does not change" not in caplog.text
 
 
+def test_rollout_warns_only_of_keys_that_it_does_not_read(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    given = {"train.group_size": 2, "train.passes": 2}
+    with pytest.raises(polyturn.PolyturnError):
+        polyturn.rollout(tmp_path / "nowhere", ROWS, **given)
+    assert "so train.passes has no effect" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
