@@ -82,7 +82,8 @@ def called(function: Any, what: str, name: str) -> Any:
 def rows_of(value: Any, what: str) -> Sequence[Any]:
     """Return rows as a sequence that can be read several times."""
     if hasattr(value, "to_dict") and hasattr(value, "columns"):
-        return list(value.to_dict("records"))  # a pandas frame
+        # A pandas frame, whose missing cells are NaN
+        return list(value.astype(object).where(value.notna(), None).to_dict("records"))
     if hasattr(value, "to_pylist"):
         return list(value.to_pylist())  # an Arrow table
     if isinstance(value, Iterator):

@@ -246,6 +246,15 @@ def test_evaluation_warns_of_the_sampling_of_training(
     assert words or "does not change" not in caplog.text
 
 
+def test_missing_cells_of_a_frame_are_missing_values() -> None:
+    frame = pytest.importorskip("pandas").DataFrame(
+        [{"prompt": "a", "interaction": "x"}, {"prompt": "b", "ground_truth": 1}]
+    )
+    source, _ = read(GivenArguments(model="tiny", tasks=frame))
+    first, second = build_train_tasks(source)
+    assert (first.ground_truth, second.ground_truth, second.interaction) == (None, 1, None)
+
+
 def test_rollout_warns_only_of_keys_that_it_does_not_read(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     given = {"train.group_size": 2, "train.passes": 2}
     with pytest.raises(polyturn.PolyturnError):
