@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from polyturn.api.given_rows import PROMPTS, called, check_first, checked, refuse_coroutine, rows_of, tasks_of
+from polyturn.api.given_rows import FILES, PROMPTS, called, check_first, checked, refuse_coroutine, rows_of, tasks_of
 from polyturn.api.keywords import paths_of
 from polyturn.api.step_size import with_step_size
 from polyturn.config.config_source import ConfigSource, model_folder
@@ -39,7 +39,6 @@ from polyturn.store.stored_run import StoredRun
 from polyturn.tools.base import BaseTool
 from polyturn.tools.function import FunctionTool
 
-FILES = (".jsonl", ".ndjson", ".parquet")
 _YAML = (".yaml", ".yml")
 _OF_TASKS = {("data", "train"): "train", ("evaluation", "data"): "eval"}
 """Key of the configuration that holds tasks -> their split."""

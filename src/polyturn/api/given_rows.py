@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from polyturn.core.task import Task
 from polyturn.data.dataset import TaskDataset
 from polyturn.data.rows import QUESTIONS, advice_for
 
+FILES = (".jsonl", ".ndjson", ".parquet")
 PROMPTS = {"prompt", "messages"}
 """A row needs one of these columns."""
 
@@ -56,14 +58,15 @@ def checked(value: Any, what: str) -> Any:
     if inspect.iscoroutinefunction(value) or inspect.isasyncgenfunction(value) or hasattr(value, "__aiter__"):
         name = getattr(value, "__name__", type(value).__name__)
         raise ConfigError(f"{what} is async; give its result: {what}=await {name}(…)")
-    if isinstance(value, str) and len(value.split()) not in (1, 2):
-        raise DataError(f"{what} is a text, {value!r:.60}; give a list of them: {what}=[…]")
     if isinstance(value, str | Path) and str(value).endswith((".json", ".csv", ".tsv")):
         read = "json" if str(value).endswith(".json") else "csv"
         raise DataError(
             f"{what} is {str(value)!r}; files must be jsonl or parquet; read it first: "
             f"{what}=pandas.read_{read}({str(value)!r})"
         )
+    is_path = isinstance(value, str) and (value.endswith(FILES) or os.path.exists(value))
+    if isinstance(value, str) and len(value.split()) not in (1, 2) and not is_path:
+        raise DataError(f"{what} is a text, {value!r:.60}; give a list of them: {what}=[…]")
     return value
 
 

@@ -146,6 +146,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "number": ({"tasks": 3}, ["tasks is 3", "jsonl or parquet"]),
     "set": ({"tasks": {"a", "b"}}, ["tasks is a set", "tasks=sorted(tasks)"]),
     "missing file": ({"tasks": "nowhere.jsonl"}, ["nowhere.jsonl"]),
+    "csv with spaces": ({"tasks": "my big data/rows.csv"}, ["pandas.read_csv('my big data/rows.csv')"]),
     "csv": ({"tasks": "rows.csv"}, ["pandas.read_csv('rows.csv')"]),
     "text": ({"tasks": "What is 1 + 1?"}, ["'What is 1 + 1?'", "tasks=[…]"]),
     "none": ({"tasks": None}, ["data.train is not set", "tasks=rows"]),
@@ -253,6 +254,13 @@ def test_missing_cells_of_a_frame_are_missing_values() -> None:
     source, _ = read(GivenArguments(model="tiny", tasks=frame))
     first, second = build_train_tasks(source)
     assert (first.ground_truth, second.ground_truth, second.interaction) == (None, 1, None)
+
+
+def test_path_of_tasks_may_have_spaces(tmp_path: Path) -> None:
+    path = tmp_path / "a folder with spaces" / "rows.jsonl"
+    source, _ = read(GivenArguments(model="tiny", tasks=str(path)))
+    assert source.config.data.train is not None
+    assert source.config.data.train.files == str(path)
 
 
 def test_rollout_warns_only_of_keys_that_it_does_not_read(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
