@@ -50,6 +50,9 @@ def explain(
             keys = _keys(model, path, None)
             advice = f"give it keys{keys}" if keys else "give it a value"
             sentences.append(f"{dotted(path)!r} is missing{sources.of(path[:-1])}; {advice}")
+        elif problem["loc"][-1:] == ("[key]",):
+            key = f"{dotted(path[:-1])} has the key {problem['input']!r}{sources.of(path)}"
+            sentences.append(f"{key}; a key must be a text; write it in quotes")
         elif problem["type"] in ("value_error", "assertion_error") and isinstance(problem["input"], Mapping):
             name = message.partition(" is ")[0]
             of_name = sources.of((*path, name)) if sources.translated and name in problem["input"] else ""

@@ -324,6 +324,12 @@ def test_aliases_that_multiply_are_refused(tmp_path: Path):
     assert read_yaml(tmp_path / "run.yaml") == {"a": {"x": 1}, "b": {"x": 1}, "c": {"x": 1}}
 
 
+@pytest.mark.parametrize(("sets", "key"), [("5: {lr: 1}", "5"), ("on: {lr: 1}", "True")])
+def test_key_that_is_no_text_is_named(tmp_path: Path, sets: str, key: str) -> None:
+    message = refused(tmp_path, f"sets: {{{sets}}}")
+    assert message == f"sets has the key {key} (in run.yaml); a key must be a text; write it in quotes"
+
+
 WORDS = [
     (row.key, word)
     for row in schema_table(RunConfig)
