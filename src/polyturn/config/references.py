@@ -92,7 +92,7 @@ def writable(config: BaseModel, resolved: Mapping[str, Any], raw_env: Mapping[Ke
     dump = to_jsonable_python(config, fallback=str)
     secrets = secrets_in(resolved, raw_env)
     longest_first = sorted(map(re.escape, secrets), key=len, reverse=True)
-    any_secret = re.compile("|".join(longest_first)) if secrets else None
+    unsafe = re.compile("|".join([*longest_first, re.escape("${")]))
 
     def clean(value: Any, path: KeyPath) -> Any:
         if path in raw_env:
@@ -103,8 +103,7 @@ def writable(config: BaseModel, resolved: Mapping[str, Any], raw_env: Mapping[Ke
             return [clean(v, (*path, i)) for i, v in enumerate(value)]
         if not isinstance(value, str):
             return value
-        value = value.replace("${", r"\${")
-        return value if any_secret is None else any_secret.sub(lambda match: secrets[match[0]], value)
+        return unsafe.sub(lambda match: secrets.get(match[0], r"\${"), value)
 
     cleaned: dict[str, Any] = clean(dump, ())
     return cleaned
