@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -87,20 +86,6 @@ def hostile_group() -> TrajectoryGroup:
     spec = GroupSpec(id="<u>evil</u>", task=hostile, size=1)
     (group,) = asyncio.run(RolloutPool(context).run([spec]))
     return group
-
-
-def add_step(folder: Path, step: int, *, task_id: str = "more") -> None:
-    """Add a group of two trajectories to a run, as training does; playwright has the event loop of this thread."""
-    with ThreadPoolExecutor(1) as other:
-        other.submit(_add_step, folder, step, task_id).result()
-
-
-def _add_step(folder: Path, step: int, task_id: str) -> None:
-    context = scripted_context(["#### 4"], rewards={"": lambda trajectory: 1.0})
-    spec = GroupSpec(id=f"more{step}", task=task("What is 2+2?", id=task_id), size=2)
-    (group,) = asyncio.run(RolloutPool(context).run([spec]))
-    with ParquetStore(folder) as store:
-        store.add(group, step=step, split="train")
 
 
 def until(page: Any, expression: str) -> None:
