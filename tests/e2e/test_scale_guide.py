@@ -85,7 +85,7 @@ SIZES = {
 }
 """Hidden width, that of the feed-forward layers, layers, heads and vocabulary, as their configs on the hub have them."""
 PLANS = re.findall(r"```console\n\$ polyturn (train .*--dry-run.*)\n([^`]*)```", GUIDE.read_text())
-"""Commands and their output; the guide leaves out lines of two of them."""
+"""Commands and their output; the guide leaves out lines."""
 
 
 @pytest.mark.parametrize(("command", "printed"), PLANS, ids=["8 shared GPUs", "long", "32 GPUs", "8 GPUs"])
