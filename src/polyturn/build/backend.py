@@ -12,7 +12,7 @@ from polyturn.training.options import BACKEND, Degrees
 
 
 def row_width(config: RunConfig) -> int:
-    """Return the number of ranks that get the same samples, because they split layers or tokens, or form a pipeline."""
+    """Return the number of ranks that share the same samples: the product of the tensor, pipeline and context degrees."""
     split = config.train.distributed
     return split.tensor_parallel * split.pipeline_parallel * split.context_parallel
 
@@ -26,7 +26,7 @@ def packs_rows(config: RunConfig, *, on_gpu: bool) -> bool:
     name, parts = config.train.layout.name, config.train.distributed.context_parallel
     if name == "rows" and parts > 1:
         raise ConfigError(
-            f"train.layout is rows and train.distributed.context_parallel is {parts}, which splits packed rows; remove "
+            f"train.layout is rows, but train.distributed.context_parallel ({parts}) only splits packed rows; remove "
             "train.layout, or set context_parallel to 1"
         )
     return name == "packed" or (name == "auto" and (on_gpu or parts > 1))
@@ -75,8 +75,8 @@ def _check_offload(config: RunConfig) -> None:
         (config.model.dtype == "float32", "model.dtype is float32, without master weights; set model.dtype: bfloat16"),
         (
             config.train.backend != BACKEND or split.tensor_parallel > 1,
-            f"train.backend is {config.train.backend} with tensor_parallel {split.tensor_parallel}, which sums gradients on "
-            f"the GPUs in a step; set train.backend: {BACKEND} and tensor_parallel: 1",
+            f"train.backend is {config.train.backend} with tensor_parallel {split.tensor_parallel}, whose optimizer "
+            f"step sums gradients on the GPUs; set train.backend: {BACKEND} and tensor_parallel: 1",
         ),
     ):
         if is_so:

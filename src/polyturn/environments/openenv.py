@@ -42,8 +42,7 @@ INSTALL = "openenv"
 MAX_MESSAGE_BYTES = 8 << 20
 _FENCE = {"type": "state"}
 """A message that is sent after every request. Answers do not name their requests, so an extra answer would pass for the
-answer to the next request. The answer to this message has its own type; another type shows that the server answered
-twice."""
+answer to the next request. If the second answer is neither a state nor an error, the server answered the request twice."""
 _REFUSALS = ("VALIDATION_ERROR", "INVALID_JSON")
 """Error codes for an action that the environment does not accept. The model reads the error, and the episode continues."""
 
@@ -139,7 +138,7 @@ class OpenEnv(Adapter):
         return free
 
     async def _end_dead(self) -> None:
-        """End what dead servers left, such as their children; a server's episodes read its log until they are over."""
+        """Remove dead servers and end their child processes, once no episode is left that may read the server's log."""
         for slot in self._slots[:]:
             if slot.server is not None and not slot.is_alive and slot.num_used == 0:
                 self._slots.remove(slot)
@@ -327,7 +326,7 @@ class OpenEnvSession:
                 text = await self._answers.get()
                 behind = None if text is None else await self._answers.get()
         except TimeoutError as problem:
-            self._reading.cancel()  # without closing the connection properly, which would wait once more for the server
+            self._reading.cancel()  # drops the connection; closing it would wait for the server once more
             raise self._lost(f"took longer than {self._adapter.options.timeout_s:g} s for a {kind}") from problem
         except (ConnectionError, aiohttp.ClientError) as problem:
             raise self._lost(f"closed the connection at a {kind}") from problem

@@ -1,4 +1,4 @@
-"""EvalReport: statistics of a set of trajectories, new or stored, each with an exact definition."""
+"""EvalReport: exactly defined statistics of new or stored trajectories."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from polyturn.core.lifecycle import StopReason
 from polyturn.core.trajectory import Trajectory
 
 SERVER_TOKENS = "server_completion_tokens"
-"""Metric of a trajectory with the server's token count, for servers that return only text."""
+"""The trajectory metric in which a server that returns only text reports its token count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalReport:
-    """Statistics of trajectories. Shares are in [0, 1], of all trajectories unless stated; NaN if the denominator is 0."""
+    """Statistics of trajectories. Shares are of all trajectories unless stated; a share or mean of nothing is NaN."""
 
     num_trajectories: int
     success: float
@@ -25,14 +25,14 @@ class EvalReport:
     valid_tool_calls: float
     """Share of all tool calls that ran without an error."""
     repaired: float
-    """Success rate of the trajectories that had an attempt rejected by the interaction before their last turn."""
+    """Success rate of the `num_repairable` trajectories."""
     num_repairable: int
-    """Number of trajectories that had an attempt rejected by the interaction before their last turn."""
+    """Number of trajectories in which the interaction rejected a turn before the last one."""
     mean_reward: float
     failed: float
     """Share of trajectories that ended with an error."""
     cut: float
-    """Share of trajectories that a limit on tokens, context or time cut."""
+    """Share of trajectories that were cut by a limit on tokens, context or time."""
     out_of_turns: float
     """Share of trajectories that reached the turn limit."""
     mean_sampled_tokens: float

@@ -33,7 +33,7 @@ from polyturn.tools.schema import OpenAIFunctionToolSchema, ToolResponse
 logger = logging.getLogger(__name__)
 
 SHARE = 0.75
-"""Share of a call's deadline for the command; the rest is for starting a sandbox."""
+"""Share of a call's deadline that its command may use; the rest is for starting a sandbox."""
 MAX_COMMAND = 100_000
 """Maximum size of a command in bytes; the kernel does not accept much longer arguments."""
 MAX_EDITED = 4 << 20
@@ -62,7 +62,7 @@ class SandboxToolSettings(Settings):
     """Maximum number of seconds of a command."""
     max_output_bytes: AtLeastOne = 1 << 16
     tools: Annotated[list[str], Field(min_length=1)] | None = None
-    """The names of the tools; null is all of them."""
+    """The names of the tools; null means all."""
 
 
 class SandboxTool(BaseTool):
@@ -142,11 +142,11 @@ class BashTool(SandboxTool):
     }
 
     def fit_deadline(self, timeout_s: float) -> None:
-        """End a command within three quarters of a call's deadline."""
+        """Limit a command to three quarters of a call's deadline."""
         if self.timeout_s > SHARE * timeout_s:
             logger.warning(
-                "tool %r: a command has %g s, three quarters of a call's deadline, and not %g s; set a longer "
-                "rollout.tools.timeout_s or a shorter timeout",
+                "tool %r: a command may take %g s (three quarters of a call's deadline), not %g s; raise "
+                "rollout.tools.timeout_s, or lower timeout",
                 self.name,
                 SHARE * timeout_s,
                 self.timeout_s,
@@ -181,7 +181,7 @@ class ReadFileTool(SandboxTool):
 
     async def work(self, box: BaseSandbox, parameters: Mapping[str, Any]) -> str:
         """Return the lines."""
-        lines = list(io.StringIO(await _text(box, parameters["path"])))  # of all separators, only a newline ends a line
+        lines = list(io.StringIO(await _text(box, parameters["path"])))  # ends lines only at newlines, unlike splitlines
         first = max(parameters.get("start") or 1, 1) - 1
         last = None if parameters.get("num_lines") is None else first + max(parameters["num_lines"], 0)
         return "".join(lines[first:last]) or f"[No lines; the file has {len(lines)}.]"
@@ -231,7 +231,7 @@ class SandboxTools(BaseTool):
 
     @classmethod
     def expand(cls, config: Mapping[str, Any], *, base: Path | None = None) -> list[BaseTool]:
-        """Return the tools that an item's `config` describes; a sandbox is started once to try it.
+        """Return the tools that an item's `config` describes, after a trial start of their sandbox.
 
         Raises:
             ConfigError: a setting is unknown, or the sandbox does not start.

@@ -1,4 +1,4 @@
-"""Runs with ms-swift's arguments: `polyturn train --swift`, and the replacement of the program `swift`.
+"""Commands that take ms-swift's arguments: `polyturn train --swift`, and a replacement for the program `swift`.
 
 Heavy imports happen only after all arguments and plug-ins have been checked, so that mistakes are reported at once.
 """
@@ -74,7 +74,9 @@ def rlhf(arguments: Sequence[str], *, megatron: bool = False) -> None:
 
     for flag, value in itertools.pairwise([] if is_file else arguments):
         if flag in own and not value.startswith("--"):
-            raise ConfigError(f"{flag} takes no value, but is followed by {value!r}; remove the value, or write its flag")
+            raise ConfigError(
+                f"{flag} takes no value, but is followed by {value!r}; remove the value, or write its own flag before it"
+            )
     defaults = MEGATRON_DEFAULTS if megatron else DEFAULTS
     tree = read(Path(rest[0]), defaults=defaults) if is_file else parse(rest, defaults)
     translation = _of_processes(tree, megatron=megatron)
@@ -94,7 +96,7 @@ def train(
     Args:
         translation: The translated arguments.
         folder: The folder of their file.
-        again: Returns the command that resumes a run, by the run's name.
+        again: Called with a run's name; returns the command that resumes it.
         resume: Whether to continue from the latest checkpoint.
         dry_run: Whether to check and show everything without training.
     """
@@ -191,7 +193,7 @@ def _of_processes(tree: Composed, *, megatron: bool = False) -> Translation:
     processes = math.prod(map(int, variables.values()))
     if processes > 1:
         text = " and ".join(f"{name} is {value}" for name, value in variables.items())
-        batch = "" if megatron else f" batch sizes are per process and count {processes} times, and"
+        batch = "" if megatron else f" batch sizes are per process, so they are multiplied by {processes};"
         logger.info("%s:%s polyturn.train.distributed.ranks sets the number of training processes", text, batch)
     _tell_unread_variables()
     return megatron_to_native(tree) if megatron else to_native(tree, num_processes=processes)
@@ -234,7 +236,7 @@ def dispatch(arguments: Sequence[str]) -> None:
         )
     if name not in commands:
         raise ConfigError(
-            f"`{of} {name}` is not available here.{did_you_mean(name, commands)} polyturn only replaces multi-turn "
-            "reinforcement learning"
+            f"`{of} {name}` is not available here.{did_you_mean(name, commands)} polyturn has only the "
+            "commands of multi-turn reinforcement learning"
         )
     commands[name](rest[1:])
