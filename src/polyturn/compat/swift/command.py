@@ -41,7 +41,7 @@ from polyturn.infra.plugins import load_plugins
 logger = logging.getLogger(__name__)
 
 
-class _OfServer(Section):
+class _ServerKeys(Section):
     """The keys of `swift rollout` that a run does not have."""
 
     serve: ServeOptions = ServeOptions()
@@ -54,7 +54,7 @@ def run(path: Path, overrides: Sequence[str], *, resume: bool, dry_run: bool) ->
     def again(name: str) -> list[str]:
         return [*command, *([] if name == "" else [f"polyturn.name={name}"]), "--resume"]
 
-    translation = _of_processes(read(path, overrides))
+    translation = _translate(read(path, overrides))
     train(translation, folder=path.parent, again=again, resume=resume, dry_run=dry_run)
 
 
@@ -79,7 +79,7 @@ def rlhf(arguments: Sequence[str], *, megatron: bool = False) -> None:
             )
     defaults = MEGATRON_DEFAULTS if megatron else DEFAULTS
     tree = read(Path(rest[0]), defaults=defaults) if is_file else parse(rest, defaults)
-    translation = _of_processes(tree, megatron=megatron)
+    translation = _translate(tree, megatron=megatron)
     train(translation, folder=None, again=again, resume="--resume" in own, dry_run="--dry-run" in own)
 
 
@@ -113,11 +113,11 @@ def train(
 
     quiet_transformers()
 
-    def of_name(name: str) -> Sequence[str]:
+    def resume_command(name: str) -> Sequence[str]:
         return again("" if name == loaded.config.name else name)
 
     native.train(
-        ConfigSource(config=loaded.config, base=base), loaded.resolved, again=of_name, resume=resume, dry_run=dry_run
+        ConfigSource(config=loaded.config, base=base), loaded.resolved, again=resume_command, resume=resume, dry_run=dry_run
     )
 
 
@@ -166,22 +166,22 @@ def read_swift(arguments: Sequence[str]) -> tuple[Loaded[RunConfig], ServeOption
         ConfigError: an argument is unknown or unsupported.
     """
     translation = rollout_to_native(arguments)
-    _tell_unread_variables()
+    _log_ignored_variables()
     for notice in translation.notices():
         logger.info("%s", notice)
     native = absolute(translation, folder=None)
     server = {"serve": native.pop("serve")} if "serve" in native else {}
     loaded = load_values(RunConfig, native, origin=translation.origin)
-    return loaded, load_values(_OfServer, server, origin=translation.origin).config.serve
+    return loaded, load_values(_ServerKeys, server, origin=translation.origin).config.serve
 
 
-def _tell_unread_variables() -> None:
-    for name in (n for n in _OF_IMAGES if os.environ.get(n)):
-        logger.info("%s is %s, which has no effect: %s", name, os.environ[name], _OF_IMAGES[name])
+def _log_ignored_variables() -> None:
+    for name in (n for n in _IMAGE_VARIABLES if os.environ.get(n)):
+        logger.info("%s is %s, which has no effect: %s", name, os.environ[name], _IMAGE_VARIABLES[name])
 
 
-def _of_processes(tree: Composed, *, megatron: bool = False) -> Translation:
-    """Translate the arguments of `rlhf`. Batch sizes of `swift` are per process, those of Megatron are global.
+def _translate(tree: Composed, *, megatron: bool = False) -> Translation:
+    """Translate the arguments of `rlhf`. Batch sizes are per process for `swift`, and global for Megatron.
 
     Raises:
         ConfigError: NPROC_PER_NODE or NNODES is not a number.
@@ -195,12 +195,12 @@ def _of_processes(tree: Composed, *, megatron: bool = False) -> Translation:
         text = " and ".join(f"{name} is {value}" for name, value in variables.items())
         batch = "" if megatron else f" batch sizes are per process, so they are multiplied by {processes};"
         logger.info("%s:%s polyturn.train.distributed.ranks sets the number of training processes", text, batch)
-    _tell_unread_variables()
+    _log_ignored_variables()
     return megatron_to_native(tree) if megatron else to_native(tree, num_processes=processes)
 
 
 _SIZE = "the processor sets the size of images; change it in the model's preprocessor_config.json"
-_OF_IMAGES = {
+_IMAGE_VARIABLES = {
     **dict.fromkeys(("MAX_PIXELS", "MIN_PIXELS", "IMAGE_MAX_TOKEN_NUM", "VIDEO_MAX_PIXELS", "FPS_MAX_FRAMES"), _SIZE),
     "ROOT_IMAGE_DIR": "paths of images are relative to the file that names them",
 }
