@@ -18,6 +18,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -206,6 +207,11 @@ def _steps_or_time(value: int | str) -> int | str:
     return value
 
 
+def _share_of(share: float, num: int) -> int:
+    """Return a share of a number, rounded up; of 50, a share of 1.1 is 55, although 1.1 * 50 > 55 in floating point."""
+    return math.ceil(Decimal(str(share)) * num)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainOptions:
     """The training loop."""
@@ -286,7 +292,7 @@ class TrainOptions:
     @property
     def extra_groups(self) -> int:
         """Number of groups that are started in addition to those of a step."""
-        return math.ceil(self.oversample * self.groups_per_step)
+        return _share_of(self.oversample, self.groups_per_step)
 
     @property
     def carries_over(self) -> bool:
@@ -296,7 +302,7 @@ class TrainOptions:
     @property
     def replayed_groups(self) -> int:
         """Number of earlier groups that a step trains on again."""
-        return math.ceil(self.replay * self.groups_per_step)
+        return _share_of(self.replay, self.groups_per_step)
 
     @property
     def checkpoint_every_s(self) -> float | None:

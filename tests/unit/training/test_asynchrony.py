@@ -48,6 +48,12 @@ def test_oversampling_drops_long_groups_and_counts_them():
     assert mean[1] < mean[0], "the bias is real"
 
 
+@pytest.mark.parametrize(("share", "num", "extra"), [(1.1, 50, 55), (0.07, 100, 7), (0.5, 3, 2), (0.001, 4, 1), (0, 4, 0)])
+def test_shares_of_groups_are_rounded_up_exactly(share: float, num: int, extra: int):
+    options = TrainOptions(groups_per_step=num, oversample=share, replay=share, max_staleness=2)
+    assert (options.extra_groups, options.replayed_groups) == (extra, extra)
+
+
 def test_oversampling_with_carry_drops_nothing():
     run = run_simulated(loop(max_staleness=1, oversample=0.75, leftover="carry", steps=16), seed=3)
     assert sorted(t for step in run.tasks for t in step) == sorted(f"t{i}" for i in range(64)), "each task once an epoch"
