@@ -41,6 +41,13 @@ def test_outcome_estimators_without_a_native_twin() -> None:
     refuses(lambda: algos.compute_grpo_passk_outcome_advantage(REWARDS, MASK, INDEX), ValueError, "at least 2 samples")
 
 
+@pytest.mark.parametrize("name", ["grpo", "grpo_passk"])
+def test_equal_scores_give_zero_with_any_epsilon(name: str) -> None:
+    rewards, index = torch.tensor([[0.0, 1.0], [0.0, 1.0]]), np.array(["a", "a"], dtype=object)
+    advantages, _ = algos.get_adv_estimator_fn(name)(rewards, torch.ones(2, 2), index=index, epsilon=0.0)
+    assert advantages.tolist() == [[0, 0], [0, 0]]
+
+
 def view(rewards: list[float], samples: list[list[TrainSample]], id: str = "g", greedy: float | None = None) -> GroupView:
     members = [
         MemberView(id=str(i), reward=r, samples=tuple(s)) for i, (r, s) in enumerate(zip(rewards, samples, strict=True))

@@ -32,7 +32,8 @@ def compute_grpo_outcome_advantage(
     out_B = torch.zeros_like(scores_B)
     for rows in _groups(index):
         mean, std = (scores_B[rows].mean(), scores_B[rows].std()) if len(rows) > 1 else (0.0, 1.0)
-        out_B[rows] = (scores_B[rows] - mean) / (std + epsilon) if norm_adv_by_std_in_grpo else scores_B[rows] - mean
+        divisor = std + epsilon if norm_adv_by_std_in_grpo else 1.0
+        out_B[rows] = (scores_B[rows] - mean) / (divisor or 1.0)  # 1 if it is 0, as for equal scores and an epsilon of 0
     return _spread(out_B, response_mask)
 
 
@@ -58,7 +59,8 @@ def compute_grpo_passk_outcome_advantage(
         top = torch.topk(scores_B[rows], 2)
         lead = top.values[0] - top.values[1]
         best = rows[int(top.indices[0])]
-        out_B[best] = lead / (scores_B[rows].std() + epsilon) if norm_adv_by_std_in_grpo else lead
+        divisor = scores_B[rows].std() + epsilon if norm_adv_by_std_in_grpo else 1.0
+        out_B[best] = lead / (divisor or 1.0)
     return _spread(out_B, response_mask)
 
 
