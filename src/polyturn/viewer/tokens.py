@@ -147,5 +147,8 @@ def _who_answered(trajectory: Trajectory, span: Span) -> str:
     names = sorted({r.name for r in turn.tool_results if r.name})
     if names:
         return f"the tool {', '.join(names)}" if len(names) == 1 else f"the tools {', '.join(names)}"
-    roles = {m.role for m in turn.observation}
-    return "the interaction (a user's reply)" if roles == {"user"} else "the chat template, between two turns,"
+    if not turn.observation:
+        return "the chat template, between two turns,"
+    if "interaction" in turn.timings:
+        return "the interaction (a user's reply)"
+    return "the environment" if "env" in turn.scores else "the agent's own loop or the scheduler"

@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from polyturn.core.trajectory import Segment
+from polyturn.core.trajectory import Segment, SpanSource
+from polyturn.rollout.episode import Episode
+from polyturn.rollout.open_turn import OpenTurn
 from polyturn.rollout.pool import GroupSpec, RolloutPool
+from polyturn.rollout.run_episode import run_episode
+from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.store.schema import StoredTrajectory, Trained
 from polyturn.testing.episodes import scripted_context, task
-from polyturn.viewer.tokens import TokenTexts
+from polyturn.viewer.tokens import TokenTexts, why
 from polyturn.viewer.trajectory_page import trajectory_page
 
 
@@ -58,3 +63,26 @@ def test_page_computes_the_arrays_of_a_segment_few_times(tmp_path: Path, name: s
     page = trajectory_page(record, TokenTexts(tmp_path))
     assert num <= 3 * len(many.segments)
     assert all(len(part["notes"]) == many.num_sampled_tokens // 20 for part in page["segments"])
+
+
+class AsksAgain(MultiTurnScheduler):
+    async def step(self, episode: Episode, turn: OpenTurn) -> str | None:
+        return "Try again." if turn.index == 0 else None
+
+
+@pytest.mark.parametrize(
+    ("changes", "author"),
+    [
+        ({}, "the agent's own loop or the scheduler"),
+        ({"timings": {"interaction": 0.1}}, "the interaction"),
+        ({"scores": {"env": 1.0}}, "the environment"),
+        ({"observation": ()}, "the chat template"),
+    ],
+)
+async def test_observation_names_its_author(changes: dict[str, Any], author: str):
+    trajectory = await run_episode(scripted_context(["a", "b"], scheduler=AsksAgain()), task(), id="e")
+    first = dataclasses.replace(trajectory.turns[0], **changes)
+    trajectory = dataclasses.replace(trajectory, turns=(first, *trajectory.turns[1:]))
+    (segment,) = trajectory.segments
+    span = next(span for span in segment.spans if span.source is SpanSource.OBSERVATION)
+    assert f": {author}" in why(trajectory, segment, span, Trained(), split="train")
