@@ -336,7 +336,9 @@ def _import_once(path: str) -> ModuleType:
         # The message of a syntax error already has the line; errors in imported files belong to another file.
         frames = () if isinstance(problem, SyntaxError) else traceback.extract_tb(problem.__traceback__)
         line = next((f", at line {frame.lineno}" for frame in reversed(frames) if frame.filename == path), "")
-        raise MissingModuleError(f"{path!r} fails when imported{line}: {one_line(problem)}") from problem
+        raise MissingModuleError(
+            f"{path!r} fails when imported{line}: {one_line(problem)}{_install_hint(problem)}"
+        ) from problem
     return module
 
 
@@ -376,7 +378,7 @@ def _load_plugin(path: Path) -> ModuleType:
         sys.modules.pop(name, None)
         if isinstance(problem, PolyturnError):
             raise
-        reason = f"{one_line(problem)}{raised_at(problem)}"
+        reason = f"{one_line(problem)}{raised_at(problem)}{_install_hint(problem)}"
         raise MissingModuleError(f"the plug-in {str(path)!r} fails when imported: {reason}") from problem
     logger.info("plug-in %s (sha256 %s)", path, hashlib.sha256(path.read_bytes()).hexdigest()[:12])
     return module
@@ -388,8 +390,16 @@ def _import_module(name: str) -> ModuleType:
     except PLUGIN_RAISES as problem:
         raise MissingModuleError(
             f"the module {name!r} cannot be imported ({one_line(problem)}){raised_at(problem)}; check its spelling, "
-            f"and that its folder is installed or on PYTHONPATH{_installed_hint(problem)}"
+            f"and that its folder is installed or on PYTHONPATH{_installed_hint(problem)}{_install_hint(problem, but=name)}"
         ) from problem
+
+
+def _install_hint(problem: BaseException, *, but: str = "") -> str:
+    """Return how to install a package that an author's file imports; "" for other errors, and for the module `but`."""
+    name = problem.name if isinstance(problem, ModuleNotFoundError) else None
+    if not name or "." in name or name == but.partition(".")[0]:
+        return ""
+    return f"; if {name} is a package, install it: pip install {name}"
 
 
 # Stand-ins for other libraries, which plug-ins written for those libraries import.

@@ -112,6 +112,21 @@ def test_path_that_leads_nowhere_is_an_error_of_its_kind(plugin: Path, path: str
         import_attr(path, base=plugin.parent, key="reward.function")
 
 
+def test_missing_package_comes_with_its_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "agent_of_test.py").write_text("import no_such_client\n")
+    (tmp_path / "plugin_of_test.py").write_text("import no_such_client\n")
+    for load in (
+        lambda: import_attr("agent_of_test.py:agent", base=tmp_path),
+        lambda: import_attr("agent_of_test:agent"),
+        lambda: load_plugins(["plugin_of_test.py"], base=tmp_path),
+    ):
+        refuses(load, MissingModuleError, "No module named 'no_such_client'", "pip install no_such_client")
+    with pytest.raises(MissingModuleError) as raised:
+        import_attr("no_such_module_of_test:x")
+    assert "pip install" not in str(raised.value), "it may be misspelt, or not on the path"
+
+
 def test_file_that_fails_on_import_can_be_mended(tmp_path: Path) -> None:
     path = tmp_path / "broken.py"
     path.write_text("raise RuntimeError('no model')")
