@@ -25,7 +25,7 @@ from uuid import uuid4
 from pydantic import model_validator
 
 from polyturn.core.code_origin import defined_at
-from polyturn.core.errors import ConfigError, DataError, InteractionError, one_line, plugin_errors_as
+from polyturn.core.errors import ConfigError, DataError, EngineError, InteractionError, one_line, plugin_errors_as
 from polyturn.core.seeds import derive_seed
 from polyturn.infra.deadline import CallWithDeadline, DeadlineError
 from polyturn.infra.plugins import import_attr
@@ -225,7 +225,10 @@ class SimulatedUser(ViewInteraction):
             if self._partner is not None:
                 start = (user_id, self._settings.seed) if view is None else (view.seed, self._settings.seed)
                 seed = derive_seed(*start, "user", number, attempt)
-                reply = await self._partner.say(messages_seen, seed=seed, session=self._session(user_id))
+                try:
+                    reply = await self._partner.say(messages_seen, seed=seed, session=self._session(user_id))
+                except EngineError as problem:
+                    raise EngineError(f"{self._who}: {problem}") from problem
             elif view is None:
                 raise InteractionError(f"{self._who} uses the run's own model (model: {POLICY}), but there is no run")
             else:

@@ -14,7 +14,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from polyturn.core.code_origin import defined_at
-from polyturn.core.errors import DataError, InteractionError, LifecycleError, one_line, plugin_errors_as, raised_at
+from polyturn.core.errors import (
+    DataError,
+    InteractionError,
+    LifecycleError,
+    PolyturnError,
+    one_line,
+    plugin_errors_as,
+    raised_at,
+)
 from polyturn.core.messages import Message
 from polyturn.core.protocols import Interaction
 from polyturn.core.reward import MAX_REWARD, as_flag, as_score, brief
@@ -232,6 +240,10 @@ class InteractionSession:
         try:
             return await bounded.run(functools.partial(method, *args, **kwargs or {}), timeout_s=limit_s, is_owed=is_owed)
         except Exception as problem:
+            if isinstance(problem, PolyturnError) and not defined_at(method):
+                # The author of the run wrote no such method: the class is the library's, and its error says what is wrong.
+                text = one_line(problem).removeprefix(f"{InteractionError.__name__}: ")
+                raise InteractionError(f"interaction {self.name!r}: {text}") from problem
             if isinstance(problem, DeadlineError):
                 why = f"took longer than {limit_s:g} s; raise {key} or make it quicker"
             else:

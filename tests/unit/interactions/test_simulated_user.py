@@ -197,6 +197,29 @@ async def test_silent_server_misses_the_deadline() -> None:
         await refuses_later(lambda: reply(user(server.url, deadline_s=0.2)), EngineError, "deadline_s")
 
 
+@pytest.mark.parametrize(
+    ("rule", "error"),
+    [
+        (
+            "raise ValueError('no mood')",
+            "the simulated user 'guest': stop_when raised ValueError: no mood (rule.py, line 2)",
+        ),
+        (None, "EngineError: the simulated user 'guest': "),
+    ],
+)
+async def test_failed_trajectory_names_the_simulated_user(tmp_path: Path, rule: str | None, error: str) -> None:
+    config: dict[str, Any] = {"name": "guest", "max_tries": 1}
+    if rule is not None:
+        (tmp_path / "rule.py").write_text(f"def over(messages):\n    {rule}\n")
+        config["stop_when"] = f"{tmp_path / 'rule.py'}:over"
+    broken = (500, "oops") if rule is None else None
+    async with serve(lambda asked, number: broken or says("Two.")(asked, number)) as server:
+        context = scripted_context(["a"], interactions={"user": user(server.url, **config)})
+        trajectory = await run_episode(context, about_goal(), id="e")
+    assert str(trajectory.error).startswith(f"InteractionError: interaction 'user': {error}")
+    assert "respond" not in str(trajectory.error)
+
+
 async def test_model_that_says_nothing_is_an_error() -> None:
     async with serve(says("<think>hm</think>")) as server:
         await refuses_later(lambda: reply(user(server.url)), InteractionError, "3 empty answers")
