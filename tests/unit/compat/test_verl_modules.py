@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +29,7 @@ from polyturn.compat.verl.dataproto import DataProto
 from polyturn.compat.verl.tokenizer import normalize_token_ids
 from polyturn.core.errors import RewardError, UnknownNameError
 from polyturn.testing.tiny_models import tiny_tokenizer
-from support.refusals import refuses
+from support.refusals import refuses, refuses_later
 
 pytestmark = pytest.mark.timeout(300)  # the first test imports torch's compiler
 
@@ -178,6 +180,31 @@ def test_late_function_scores_zero_on_request() -> None:
 
     manager = reward_manager.NaiveRewardManager(Words(), 0, late, compute_score_timeout=60)
     assert manager(scored_batch()).tolist() == [[0, 0, 0, 1], [0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+async def test_time_limit_of_a_function_holds_in_any_thread(is_late: bool) -> None:
+    is_over = threading.Event()
+
+    def score(**columns: object) -> float:
+        if is_late:
+            is_over.wait()
+        return 1.0
+
+    manager = reward_manager.NaiveRewardManager(Words(), 0, score, compute_score_timeout=0.01 if is_late else 60.0)
+    try:
+        rewards = await asyncio.to_thread(manager, scored_batch())
+    finally:
+        is_over.set()
+    assert rewards.sum() == (0.0 if is_late else 2.0)
+
+
+async def test_error_of_a_function_passes_through_its_time_limit() -> None:
+    def fails(**columns: object) -> float:
+        raise ValueError("no such column")
+
+    manager = reward_manager.NaiveRewardManager(Words(), 0, fails, compute_score_timeout=60.0)
+    await refuses_later(lambda: asyncio.to_thread(manager, scored_batch()), ValueError, "no such column")
 
 
 def test_row_manager_puts_scores_on_the_last_token() -> None:

@@ -20,7 +20,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any, TypeVar
 
@@ -98,8 +98,8 @@ class NaiveRewardManager(AbstractRewardManager):
     ) -> None:
         """Create a manager that logs `num_examine` answers per source; the default function is verl's own.
 
-        A call that takes longer than `compute_score_timeout` seconds scores 0.0, in the main thread only; None does not
-        limit calls.
+        A call that takes longer than `compute_score_timeout` seconds scores 0.0; outside the main thread it is not
+        interrupted, only no longer waited for. None does not limit calls.
         """
         self.tokenizer = tokenizer
         self.num_examine = num_examine
@@ -143,8 +143,7 @@ class NaiveRewardManager(AbstractRewardManager):
         if not limit_s:
             return self.compute_score(**row)
         try:
-            with _alarm(limit_s):
-                return self.compute_score(**row)
+            return _within(limit_s, functools.partial(self.compute_score, **row))
         except TimeoutError:
             logger.warning("the reward of an answer of %s took longer than %s s: 0.0", row["data_source"], limit_s)
             return 0.0
@@ -272,12 +271,30 @@ def on_last_tokens(data: Any, rewards: Sequence[float]) -> torch.Tensor:
     return out
 
 
+def _within(limit_s: float, call: Callable[[], Any]) -> Any:
+    """Return the result of a call.
+
+    Raises:
+        TimeoutError: the call takes longer than `limit_s` seconds. Only the main thread can interrupt it.
+    """
+    if threading.current_thread() is threading.main_thread():
+        with _alarm(limit_s):
+            return call()
+    result: Future[Any] = Future()
+
+    def work() -> None:
+        try:
+            result.set_result(call())
+        except BaseException as problem:
+            result.set_exception(problem)
+
+    threading.Thread(target=work, name="polyturn-score", daemon=True).start()
+    return result.result(limit_s)
+
+
 @contextlib.contextmanager
 def _alarm(limit_s: float) -> Iterator[None]:
-    """Raise a TimeoutError in the body after `limit_s` seconds; without effect outside the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    """Raise a TimeoutError in the body after `limit_s` seconds; for the main thread."""
 
     def is_late(signum: int, frame: Any) -> None:
         raise TimeoutError
