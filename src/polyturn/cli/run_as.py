@@ -6,6 +6,7 @@ A folder with a package of that name is put at the front of PYTHONPATH, for the 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shlex
@@ -122,13 +123,33 @@ def find_stand_in(name: str) -> StandIn:
 
 def _programs(name: str) -> str:
     """Return a folder with the library's programs, if any, and a `python` that restores the stand-in after a script has
-    overwritten PYTHONPATH."""
-    stand_in, folder, python = find_stand_in(name), Path(tempfile.mkdtemp(prefix="polyturn-")), shlex.quote(sys.executable)
-    commands = {own: f"{python} -m {module}" for own, module in stand_in.programs.items()}
-    for called, command in {"python": python, "python3": python, **commands}.items():
+    overwritten PYTHONPATH.
+
+    The folder stays, because the command replaces this process; so it is one for all commands, in the user's cache.
+    """
+    stand_in, python = find_stand_in(name), shlex.quote(sys.executable)
+    own = {called: f"{python} -m {module}" for called, module in stand_in.programs.items()}
+    commands, shims = {"python": python, "python3": python, **own}, shlex.quote(str(stand_in.shims))
+    texts = {called: _PROGRAM.format(shims=shims, command=command) for called, command in commands.items()}
+    digest = hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    try:
+        return _written(Path(cache) / "polyturn" / "run-as" / f"{name}-{digest}", texts)
+    except OSError:  # there is no home that can be written
+        return _written(Path(tempfile.mkdtemp(prefix="polyturn-")), texts)
+
+
+def _written(folder: Path, texts: Mapping[str, str]) -> str:
+    """Write programs into a folder, unless they are there; return the folder."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for called, text in texts.items():
         program = folder / called
-        program.write_text(_PROGRAM.format(shims=shlex.quote(str(stand_in.shims)), command=command), encoding="utf-8")
-        program.chmod(0o700)
+        if program.is_file() and program.read_text(encoding="utf-8") == text:
+            continue
+        draft = folder / f".{called}-{os.getpid()}"
+        draft.write_text(text, encoding="utf-8")
+        draft.chmod(0o700)
+        draft.replace(program)  # at once, because another command may find it meanwhile
     return str(folder)
 
 

@@ -23,6 +23,13 @@ pytestmark = pytest.mark.timeout(300)  # each case starts interpreters, some of 
 SHIMS = find_stand_in("verl").shims
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    return folder
+
+
 def test_shim_goes_before_the_path():
     made = {"PYTHONPATH": f"{SHIMS}{os.pathsep}/mine", "POLYTURN_RUN_AS": "verl"}
     assert variables("verl", {"PYTHONPATH": "/mine"}) == made
@@ -40,6 +47,25 @@ def run_as_verl(folder: Path, *command: str, **variables: str) -> subprocess.Com
         run("verl", command)
     program, arguments, environment = became
     return run_process(program, *arguments[1:], folder=folder, environment=environment)
+
+
+def programs_of_run_as(patch: pytest.MonkeyPatch) -> Path:
+    """Return the first folder of the PATH that a command gets."""
+    environments: list[Mapping[str, str]] = []
+    patch.setattr("os.execve", lambda program, arguments, environment: environments.append(environment))
+    run("verl", ["python"])
+    return Path(environments[0]["PATH"].partition(os.pathsep)[0])
+
+
+def test_commands_share_one_folder_of_programs(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    first, second = (programs_of_run_as(monkeypatch) for _ in range(2))
+    assert first == second and first.is_relative_to(cache) and not list(tmp_path.iterdir())
+    assert {file.name for file in first.iterdir()} >= {"python", "python3"}
+    assert all(os.access(file, os.X_OK) and not file.name.startswith(".") for file in first.iterdir())
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert programs_of_run_as(monkeypatch).parent == tmp_path, "without a cache that can be written"
 
 
 def run_process(
