@@ -8,6 +8,7 @@ Used by training runs and by `polyturn sft`.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -66,20 +67,22 @@ def warm_start(
     latest = checkpoints.latest()
     if sft.steps == 0 and latest is None:
         return Spent()
-    first = 0 if latest is None else _first_step(checkpoints, latest, num_steps=sft.steps)
+    first, spent_s = (0, 0.0) if latest is None else _taken(checkpoints, latest, num_steps=sft.steps)
     samples = build.warm_start_samples(parts)
     policy = _policy_to_warm(parts, latest, first, on_resume=on_resume)
     clock = SavingClock(parts.source.config.train.checkpoint_every_s)
 
     def save(step: int) -> None:
         with clock.saving():
-            checkpoints.save(step, {"step": step}, stored={"policy": policy}, export=build.stored_exporter(parts))
+            state = {"step": step, "seconds": time.monotonic() - began}
+            checkpoints.save(step, state, stored={"policy": policy}, export=build.stored_exporter(parts))
 
     def on_step(step: int, metrics: Mapping[str, float]) -> None:
         observer.on_sft(step, sft.steps, metrics)
         if clock.is_due():
             save(step)
 
+    began = time.monotonic() - spent_s
     steps = run_sft(
         policy,
         samples,
@@ -87,6 +90,7 @@ def warm_start(
         seed=parts.source.config.seed,
         on_step=on_step,
         first_step=first,
+        spent_s=spent_s,
         should_stop=lambda: bool(signals.received),
     )
     observer.end_sft()
@@ -112,16 +116,17 @@ def _policy_to_warm(
     return policy
 
 
-def _first_step(checkpoints: Checkpoints, latest: Path, *, num_steps: int) -> int:
-    """Return the step at which a warm start of `num_steps` resumes.
+def _taken(checkpoints: Checkpoints, latest: Path, *, num_steps: int) -> tuple[int, float]:
+    """Return the number of steps that a warm start of `num_steps` has taken, and their seconds.
 
     Raises:
         CheckpointError: the checkpoint is past the last step.
     """
-    first = int(checkpoints.load(latest)["step"])
+    state = checkpoints.load(latest)
+    first = int(state["step"])
     if first > num_steps:
         raise CheckpointError(
             f"the checkpoint {latest} is of step {first} of the warm start, and warm_start.steps is {num_steps}; set "
             "at least as many steps, or start a new run"
         )
-    return first
+    return first, float(state.get("seconds", 0.0))  # an older checkpoint has none

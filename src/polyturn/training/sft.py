@@ -91,6 +91,7 @@ def run_sft(
     seed: int = 0,
     on_step: Callable[[int, Mapping[str, float]], None] | None = None,
     first_step: int = 0,
+    spent_s: float = 0.0,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> int:
     """Train on `samples` in a seeded random order, epoch after epoch.
@@ -102,6 +103,7 @@ def run_sft(
         seed: Seed of the order.
         on_step: Called with the number of steps taken and the metrics of the last one.
         first_step: Number of steps taken by an interrupted run; the order continues after them.
+        spent_s: Seconds of these steps, which count for the time limit.
         should_stop: Called before every step; True ends the training.
 
     Returns:
@@ -117,7 +119,7 @@ def run_sft(
         )
     rng = np.random.default_rng(seed)
     order: list[int] = []  # drawn for earlier steps too, so that a resumed run has the same order
-    began = time.monotonic()
+    began = time.monotonic() - spent_s
     for step in range(options.steps):
         while len(order) < options.batch_size:
             order += rng.permutation(len(samples)).tolist()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from polyturn.api import warm_starting
 from polyturn.core.errors import DataError
 from polyturn.core.messages import Message, ToolCall
 from polyturn.core.metrics import Mean, Metrics
@@ -17,7 +20,7 @@ from polyturn.infra.live import LiveObject
 from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context, task, tiny_codec
 from polyturn.tokens.delta import DeltaEncoder
-from polyturn.training.options import SftOptions
+from polyturn.training.options import SftOptions, TrainOptions
 from polyturn.training.sft import encode_conversation, run_sft, trajectory_samples
 from support.refusals import refuses
 
@@ -161,6 +164,45 @@ def test_batches_run_across_epochs():
 
 def test_time_limit_ends_training():
     assert train(3, steps=50, batch_size=2, max_seconds=1e-9)[1] == []
+
+
+def test_resumed_warm_start_has_the_rest_of_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    now = [0.0]
+    spent: list[float] = []
+
+    class Weights(Notes):
+        train_seconds, backend = 0.0, None
+
+        def save(self, folder: Path) -> None:
+            folder.mkdir()
+
+        def is_saved(self) -> bool:
+            return True
+
+        def load(self, folder: Path) -> None:
+            assert folder.is_dir()
+
+    def takes_40_s(*args: Any, spent_s: float, **kwargs: Any) -> int:
+        spent.append(spent_s)
+        now[0] += 40.0
+        return len(spent)
+
+    monkeypatch.setattr(warm_starting, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(warm_starting, "run_sft", takes_40_s)
+    for name, value in (("warm_start_samples", []), ("build_policy", Weights()), ("stored_exporter", None)):
+        monkeypatch.setattr(warm_starting.build, name, lambda *args, value=value, **kwargs: value)
+    sft = SftOptions(steps=9, max_seconds=100.0)
+    config: Any = SimpleNamespace(warm_start=sft, seed=0, train=TrainOptions())
+    parts: Any = SimpleNamespace(source=SimpleNamespace(config=config))
+    observer: Any = SimpleNamespace(end_sft=lambda: None)
+    signals: Any = SimpleNamespace(received=[15])
+    for _ in range(3):
+        with pytest.raises(SystemExit):
+            warm_starting.warm_start(parts, observer, signals, folder=tmp_path, again="", on_resume=lambda: None)
+        now[0] += 1000.0  # between the runs
+    assert spent == [0.0, 40.0, 80.0]
+    taken = run_sft(Notes(), samples(3), sft, first_step=2, spent_s=120.0)  # type: ignore[arg-type]
+    assert taken == 2, "its time is over"
 
 
 def test_conversations_without_a_trained_token_are_refused():
