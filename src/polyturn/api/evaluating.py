@@ -29,7 +29,7 @@ from polyturn.infra.console import stderr_console
 from polyturn.infra.loop import run_loop
 from polyturn.infra.writable import check_writable
 from polyturn.rollout.pool import RolloutPool
-from polyturn.training.observer import RunObserver
+from polyturn.training.observer import AlsoRecord, RunObserver
 
 UNTOUCHED = "untouched"
 """Prefix of the names of sets that are evaluated before a warm start."""
@@ -88,7 +88,8 @@ def evaluate_endpoint(source: build.ConfigSource, resolved: Mapping[str, Any], e
     folder = _new_folder(source, resolved)
     context.codec.tokenizer.save_pretrained(folder / "tokenizer")
     (folder / "endpoint.json").write_text(json.dumps({"url": endpoint.url, "model": endpoint.model}, indent=2) + "\n")
-    with RunObserver(folder, total_steps=0, console=stderr_console()) as observer:
+    also = AlsoRecord(success_at=source.config.evaluation.success_at)
+    with RunObserver(folder, total_steps=0, console=stderr_console(), also=also) as observer:
         pool = build.rollout_pool(source, context)
         running = evaluate_all(pool, source.config.seed, sets, observer, finish=engine.finish)
         evaluated = run_loop(running)

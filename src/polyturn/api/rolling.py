@@ -21,7 +21,7 @@ from polyturn.infra.console import stderr_console
 from polyturn.infra.loop import run_loop
 from polyturn.infra.writable import check_writable
 from polyturn.rollout.pool import GroupSpec
-from polyturn.training.observer import RunObserver
+from polyturn.training.observer import AlsoRecord, RunObserver
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,8 @@ def roll_out(
         finally:
             await pool.close()
 
-    with RunObserver(folder, total_steps=0, console=stderr_console()) as observer:
+    also = AlsoRecord(success_at=config.evaluation.success_at)
+    with RunObserver(folder, total_steps=0, console=stderr_console(), also=also) as observer:
         groups = run_loop(until_interrupted(run_all(observer), signals))
         observer.end_rollout(groups)
     return RolledOut(folder, groups)

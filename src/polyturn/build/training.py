@@ -304,5 +304,6 @@ def build_records(parts: Parts, eval_sets: Sequence[EvalSet], *, environ: Mappin
         store=config.store,
         trackers=build_trackers(parts.source),
         environ=environ or {},
+        success_at=config.evaluation.success_at,
         **also,
     )

@@ -45,8 +45,14 @@ _WHAT_TO_DO: Mapping[StopReason | str, str] = {
 class EndAlarms:
     """Watches the stop reasons of a run's episodes; each limit is reported once."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, success_at: float = 1.0) -> None:
+        """Begin without alarms; `success_at` is the smallest outcome that counts as success."""
+        self._success_at = success_at
         self._raised: set[StopReason | str] = set()
+
+    def resume(self, messages: Sequence[str]) -> None:
+        """Read the messages of the alarms that the run has raised; they are not raised again."""
+        self._raised.update(reason for reason, text in _WHAT_TO_DO.items() if any(text in message for message in messages))
 
     def feed(self, groups: Sequence[TrajectoryGroup], *, during: str) -> list[Alarm]:
         """Count finished episodes and return the alarms that they raise.
@@ -64,7 +70,7 @@ class EndAlarms:
             if is_cut:
                 is_most = num >= MOST_CUT * len(trajectories)
             else:
-                num_won = sum(is_success(one) for one in trajectories if one.stop_reason is reason)
+                num_won = sum(is_success(one, at=self._success_at) for one in trajectories if one.stop_reason is reason)
                 is_most = num >= MOST_OUT_OF_TURNS * len(trajectories) and num_won < num / 2
             if is_most:
                 self._raised.add(reason)

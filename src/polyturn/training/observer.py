@@ -68,6 +68,8 @@ class AlsoRecord:
     """Called with step and metrics once they are written."""
     eval_metrics: Callable[[str, Sequence[TrajectoryGroup]], Mapping[str, float]] = lambda name, groups: {}
     """Returns further metrics of an evaluation set, from its name and groups."""
+    success_at: float = 1.0
+    """The smallest outcome that counts as success."""
 
 
 class RunObserver(Observer):
@@ -101,7 +103,7 @@ class RunObserver(Observer):
         self._trackers = Trackers(self._also.trackers, about)
         self._alarms = Alarms()
         self._plugin_alarms = PluginAlarms()
-        self._end_alarms = EndAlarms()
+        self._end_alarms = EndAlarms(success_at=self._also.success_at)
         self._progress: Progress | None = None
         self._running: Mapping[EpisodeState, int] = {}
         self._has_begun = False
@@ -139,7 +141,7 @@ class RunObserver(Observer):
             again = f"step {last} is" if last == step + 1 else f"steps {step + 1} to {last} are"
             logger.warning("the last checkpoint is of step %d; %s repeated", step, again)
         self._metrics = JsonlTracker(path, resumed_step=step)
-        self._forget_alarms_after(step)
+        self._end_alarms.resume(self._keep_alarms_until(step))
         self._trackers.resume(step)
         # Alarms compare a run with its early steps, so a resumed run feeds them the recorded metrics.
         for earlier in read_metrics(path):
@@ -256,12 +258,14 @@ class RunObserver(Observer):
         )  # fmt: skip
         self._warn(step, self._end_alarms.feed(groups, during=f"eval {name}"))
 
-    def _forget_alarms_after(self, step: int) -> None:
+    def _keep_alarms_until(self, step: int) -> list[str]:
+        """Drop the alarms of later steps; return the messages of the others."""
         path = self._folder / "alarms.jsonl"
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if path.exists() else []
-        kept = [line for line in lines if _step_of(line) <= step]
+        kept = [line for line in lines if _alarm_of(line)[0] <= step]
         if kept != lines:
             path.write_text("".join(kept), encoding="utf-8")
+        return [_alarm_of(line)[1] for line in kept]
 
     def _warn(self, step: int, alarms: Sequence[Alarm]) -> None:
         for alarm in alarms:
@@ -314,9 +318,10 @@ class RunObserver(Observer):
             self._progress = None
 
 
-def _step_of(line: str) -> int:
-    """Return the step of a line of alarms.jsonl; 0 for a damaged line, which is kept."""
+def _alarm_of(line: str) -> tuple[int, str]:
+    """Return the step and the message of a line of alarms.jsonl; 0 and "" for a damaged line, which is kept."""
     try:
-        return int(json.loads(line)["step"])
+        alarm = json.loads(line)
+        return int(alarm["step"]), str(alarm.get("message"))
     except (ValueError, TypeError, KeyError):
-        return 0
+        return 0, ""

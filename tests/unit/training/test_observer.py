@@ -189,6 +189,23 @@ async def test_used_up_turns_raise_an_alarm_unless_episodes_succeed(tmp_path: Pa
     assert name == "out_of_turns" and "rollout.limits.max_turns" in message
 
 
+async def test_success_of_used_up_turns_is_the_runs(tmp_path: Path):
+    with RunObserver(tmp_path, total_steps=1, also=AlsoRecord(success_at=0.0)) as observer:
+        observer.on_step(1, {}, await ended(["#### 5", "#### 6"], max_turns=2))
+    assert not (tmp_path / "alarms.jsonl").exists()
+
+
+async def test_resumed_run_does_not_repeat_alarms_of_limits(tmp_path: Path):
+    cut = await ended([CUT], max_tokens_per_turn=4)
+    with RunObserver(tmp_path, total_steps=3) as observer:
+        observer.on_step(1, {"reward/mean": 0.0}, cut)
+    for step, num in ((1, 1), (0, 1)):  # the second time, the step that raised it is taken again
+        with RunObserver(tmp_path, total_steps=3) as observer:
+            observer.resume(step)
+            observer.on_step(step + 1, {"reward/mean": 0.0}, cut)
+        assert len(alarms_in(tmp_path)) == num
+
+
 def test_long_first_step_is_announced_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
