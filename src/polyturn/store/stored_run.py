@@ -136,7 +136,8 @@ class StoredRun:
                 kept[name] = table
         self._parts = {name: kept[name] for name in stamps if name in kept}
         self._search.keep(stamps.items())
-        self.problems = {name: why for name, why in self.problems.items() if name.partition(",")[0] in stamps}
+        problems = dict(self.problems)  # a copy, because snapshots in other threads may add to them meanwhile
+        self.problems = {name: why for name, why in problems.items() if name.partition(",")[0] in stamps}
         self._table = self._joined()
         self._stamps = stamps
         return True

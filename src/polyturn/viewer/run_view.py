@@ -136,7 +136,8 @@ class RunView:
 
     def problems(self, *, is_running: bool = False) -> list[str]:
         """Return one sentence for each part that cannot be read, or that a run without a running process lacks."""
-        sentences = [f"{FOLDER}/{name} was skipped: {reason}" for name, reason in self._store.problems.items()]
+        unreadable = dict(self._store.problems)  # a copy, because other requests may add to them meanwhile
+        sentences = [f"{FOLDER}/{name} was skipped: {reason}" for name, reason in unreadable.items()]
         is_begun = is_running or (bool(self._warm_start.lines) and not self._metrics.is_there)
         if not (self.folder / FOLDER).is_dir() and not is_begun:
             sentences.append(f"the run recorded no trajectories (there is no {FOLDER}/)")

@@ -11,6 +11,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from polyturn.serving.auth import ServerRules
+from polyturn.store.stored_run import StoredRun
 from polyturn.viewer.app import create_app
 from polyturn.viewer.report import write_report
 from polyturn.viewer.run_view import RunView
@@ -65,6 +66,37 @@ def test_unreadable_trajectory_costs_itself_alone(run: Path, name: str, caplog: 
     assert answers["trajectories"]["total"] == 18 and len(answers["export"].splitlines()) == 17
     assert answers[f"trajectory {damaged}"] is None
     assert sum(way.startswith("trajectory") and answer is not None for way, answer in answers.items()) == 1
+
+
+class FoundMeanwhile(str):
+    """The name or reason of a problem; while a thread reads it, another thread adds a problem."""
+
+    problems: dict[str, str]
+
+    def __format__(self, spec: str) -> str:
+        self.problems[f"part-{len(self.problems):05d}.parquet"] = "damaged"
+        return str(self)
+
+    def partition(self, separator: str) -> tuple[str, str, str]:
+        return f"{self}", "", ""
+
+
+def test_problems_may_be_found_while_others_are_listed(run: Path, monkeypatch: pytest.MonkeyPatch):
+    stores: list[StoredRun] = []
+
+    class Store(StoredRun):
+        def __init__(self, folder: Path) -> None:
+            super().__init__(folder)
+            stores.append(self)
+
+    monkeypatch.setattr("polyturn.viewer.run_view.StoredRun", Store)
+    view = RunView(run)
+    FoundMeanwhile.problems = stores[0].problems
+    stores[0].problems[FoundMeanwhile("part-00000.parquet")] = FoundMeanwhile("damaged")
+    assert len(view.problems()) == 1 and len(view.problems()) == 3
+    change_row(run, UNREADABLE[next(iter(UNREADABLE))])  # a changed part is read again
+    view.refresh()
+    assert "part-00000.parquet was skipped" in " ".join(view.problems())
 
 
 @pytest.mark.parametrize("name", each(4, SHOWN))
