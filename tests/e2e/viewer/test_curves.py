@@ -25,6 +25,7 @@ def write_long_run(folder: Path) -> None:
         | {"policy/approx_kl": 0.0}
         | ({"eval/greedy/success": s / STEPS} if s % 100 == 0 else {})
         | ({"policy/entropy": 1.5} if s == 50 else {})
+        | ({f"mine/{i}": 1.0 for i in range(70)} if s == 1 else {})
         for s in range(1, STEPS + 1)
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -71,6 +72,14 @@ def test_long_run_is_thinned_and_zooming_shows_every_step(page, drawn, keep):
     page.get_by_role("button", name="Reset zoom").click()
     until(page, "document.querySelector('.plot').plot.data[0].at(-1) === 5000")
     assert "low=" not in page.url
+
+
+def test_page_says_how_many_metrics_it_leaves_out(page, drawn):
+    drawn("metric=mine/")
+    assert "60 of 70 metrics are shown" in page.inner_text(".charts")
+    assert page.locator(".chart").count() == 60
+    drawn("metric=mine/1")
+    assert "metrics are shown" not in page.inner_text(".charts")
 
 
 def test_axis_and_scale_are_in_the_address(page, drawn):

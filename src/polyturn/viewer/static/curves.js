@@ -11,7 +11,7 @@ const AXES = [["step", "step"], ["time", "seconds of training"], ["tokens", "sam
 // Names that contain every word. Without words: the run's most important metrics, which come first, or all if it has none of them.
 function chosen(info, words) {
   const names = Object.keys(info.names);
-  return (words.length ? names.filter((name) => words.every((word) => name.toLowerCase().includes(word))) : names.slice(0, info.num_first || MOST)).slice(0, MOST);
+  return words.length ? names.filter((name) => words.every((word) => name.toLowerCase().includes(word))) : names.slice(0, info.num_first || names.length);
 }
 
 // The panels to draw: a shared panel if one of its metrics is chosen, and a separate one for every other metric.
@@ -57,7 +57,8 @@ export async function curves(run, values) {
     const infos = await Promise.all(runs.map((index) => get(`runs/${index}/metrics`)));
     const meanings = Object.assign({}, ...infos.map((info) => info.names).reverse());
     const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
-    const shown = panels(infos, [...new Set(infos.flatMap((info) => chosen(info, words)))]), names = [...new Set(shown.flatMap((panel) => panel.names))].slice(0, MOST);
+    const matching = [...new Set(infos.flatMap((info) => chosen(info, words)))];
+    const shown = panels(infos, matching.slice(0, MOST)), names = [...new Set(shown.flatMap((panel) => panel.names))].slice(0, MOST);
     const over = axis.querySelector("select").value;
     const window = { axis: over, smooth: Number(smoothing.value) || "", low: low.value, high: high.value };
     const drawn = await Promise.all(runs.map((index, at) => drawnOf(index, window, names.filter((name) => Object.hasOwn(infos[at].names, name)))));
@@ -68,6 +69,7 @@ export async function curves(run, values) {
     groups.replaceChildren(...every.slice(0, MOST_GROUPS).map(([name, of]) => el("button", { type: "button", class: "facet", title: name, "aria-pressed": String(search.value === name), onclick: () => { search.value = search.value === name ? "" : name; changed(); } }, `${name.replace(/\/$/, "")} (${of.length})`)), ...(further > 0 ? [el("span", { class: "muted" }, `${further} further groups`)] : []));
     if (!names.length) grid.replaceChildren(el("p", { class: "muted" }, Object.keys(meanings).length ? `No metric matches; there are ${Object.keys(meanings).length}.` : "Nothing was recorded yet."));
     const numLeftOut = Math.max(0, ...infos.map((info) => info.num_left_out ?? 0)); // only a report leaves metrics out
+    if (matching.length > MOST) grid.append(el("p", { class: "muted" }, `${MOST} of ${matching.length} metrics are shown; write a part of the names of others above.`));
     if (numLeftOut) grid.append(el("p", { class: "muted" }, `${numLeftOut} further metrics are not in this report; the viewer shows them.`));
     alarms.replaceChildren(...infos[0].alarms.slice(-3).map((alarm) => el("div", { class: "problem" }, alarm.message)));
   }
