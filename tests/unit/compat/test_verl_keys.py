@@ -270,6 +270,21 @@ def test_custom_dataset_class_reads_the_files(tmp_path: Path, monkeypatch: pytes
     assert (train["split"], held_out["split"]) == ("train", "validation")
 
 
+@pytest.mark.parametrize(
+    ("key", "native_key"),
+    [
+        ("actor_rollout_ref.model.path", "model.path"),
+        ("data.train_files", "data.train.files"),
+        (f"{TURNS}.tool_config_path", "rollout.tools.file"),
+        ("trainer.default_local_dir", "out"),
+        ("custom_reward_function.path", "reward.function.name"),
+    ],
+)
+def test_home_of_an_unknown_user_stays_in_the_path(key: str, native_key: str):
+    value = native(translated(f"{key}='~no-such-user/mine/x.py'").native, native_key)
+    assert "~no-such-user/mine" in str(value)
+
+
 # Losses and estimators
 
 

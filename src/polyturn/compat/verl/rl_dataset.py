@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -73,7 +74,7 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         files: list[Any] = list(data_files) if isinstance(data_files, list | tuple | ListConfig) else [data_files]
         self.data_files, self.original_data_files = list(files), list(files)
         self.tokenizer, self.processor, self.config, self.max_samples = tokenizer, processor, config, max_samples
-        self.cache_dir = str(Path(config.get("cache_dir", "~/.cache/verl/rlhf")).expanduser())
+        self.cache_dir = str(Path(os.path.expanduser(config.get("cache_dir", "~/.cache/verl/rlhf"))))
         self.prompt_key = config.get("prompt_key", "prompt")
         self.image_key, self.video_key = config.get("image_key", "images"), config.get("video_key", "videos")
         self.image_patch_size = config.get("image_patch_size", 14)
@@ -100,7 +101,7 @@ class RLHFDataset(Dataset[dict[str, Any]]):
     def _download(self, use_origin_parquet: bool = False) -> None:
         """Set the local paths of the files; `~` is expanded, and nothing is downloaded."""
         files = self.original_data_files if use_origin_parquet else self.data_files
-        self.data_files = [str(Path(file).expanduser()) if str(file).startswith("~") else file for file in files]
+        self.data_files = [str(Path(os.path.expanduser(file))) if str(file).startswith("~") else file for file in files]
 
     def _read_files_and_tokenize(self) -> None:
         """Read the files into `self.dataframe`, a dataset of the package `datasets`; override it for other formats."""

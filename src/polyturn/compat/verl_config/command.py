@@ -6,6 +6,7 @@ Heavy imports happen only after the whole config has been checked, so that mista
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -151,9 +152,9 @@ def parse_arguments(arguments: Sequence[str]) -> HydraArguments:
         if _OPTIONS[head] == "name":
             name = value
         elif _OPTIONS[head] == "folder":
-            folder = Path(value).expanduser()
+            folder = Path(os.path.expanduser(value))
         else:
-            more.append(Path(value).expanduser())
+            more.append(Path(os.path.expanduser(value)))
     for argument in more:
         if not argument.is_dir():
             raise ConfigError(f"--config-dir is {str(argument)!r}, which is not a folder; check the path")

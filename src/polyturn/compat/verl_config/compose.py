@@ -247,7 +247,7 @@ def _search_path(own: Mapping[str, Any], changes: Sequence[Override]) -> list[Pa
 def _folders_of(location: str) -> list[Path]:
     """Return the folders of file://FOLDER, FOLDER or pkg://MODULE."""
     if not location.startswith("pkg://"):
-        return [Path(location.removeprefix("file://")).expanduser()]
+        return [Path(os.path.expanduser(location.removeprefix("file://")))]
     if location.startswith("pkg://verl."):
         return []
     try:

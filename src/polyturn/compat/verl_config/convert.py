@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ def model_path(s: Source) -> None:
         ("actor_rollout_ref.model.tokenizer_path", "model.tokenizer"),
     ):
         if value := s.text(key, ""):
-            path = Path(value).expanduser()
+            path = Path(os.path.expanduser(value))
             is_folder = path.is_dir() or value.startswith(("~", "/", "."))
             (s.put_path if is_folder else s.put)(native, str(path) if is_folder else value, by=key)
 
@@ -61,14 +62,14 @@ def path(s: Source) -> None:
         (f"{MULTI_TURN}.interaction_config_path", "rollout.interactions"),
     ):
         if value := s.text(key, ""):
-            s.put_path(native, str(Path(value).expanduser()), by=key)
+            s.put_path(native, str(Path(os.path.expanduser(value))), by=key)
 
 
 def function_tools(s: Source) -> None:
     """Set the tools of a Python file."""
     key = f"{MULTI_TURN}.function_tool_path"
     if value := s.text(key, ""):
-        s.put_path("rollout.tools.functions", [str(Path(value).expanduser())], by=key)
+        s.put_path("rollout.tools.functions", [str(Path(os.path.expanduser(value)))], by=key)
 
 
 def files(s: Source) -> None:
@@ -90,7 +91,7 @@ def files(s: Source) -> None:
         if not isinstance(values, list) or not all(isinstance(name, str) for name in values):
             s.refuse(key, "it must be a file, or a list of files")
             continue
-        names = [str(Path(name).expanduser()) for name in values]
+        names = [str(Path(os.path.expanduser(name))) for name in values]
         if where is not None:
             kwargs = {
                 "cls": as_absolute(f"{module_of(str(where))}:{name}"),
@@ -244,7 +245,7 @@ def agent_loop(s: Source) -> None:
         )
     if file is not None:
         try:
-            items = OmegaConf.to_container(OmegaConf.load(Path(file).expanduser()), resolve=True)
+            items = OmegaConf.to_container(OmegaConf.load(Path(os.path.expanduser(file))), resolve=True)
             loops = {item.pop("name"): {**item, "_target_": item["_target_"]} for item in items}  # type: ignore[index, misc, union-attr, call-overload, dict-item]
         except (OSError, ValueError, TypeError, KeyError, OmegaConfBaseException) as problem:
             s.refuse(file_key, f"it must be a list of {{name, _target_}} ({one_line(problem)})")

@@ -5,6 +5,7 @@ These keys changed most between verl's releases: the correction has three forms.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +65,7 @@ def lora(s: Source) -> None:
     elif adapter:
         s.refuse(f"{MODEL}.lora_adapter_path", "lora_rank is 0; set it to the rank of this adapter")
     if adapter and (fused or rank):
-        s.put_path("model.lora.adapter", str(Path(adapter).expanduser()), by=f"{MODEL}.lora_adapter_path")
+        s.put_path("model.lora.adapter", str(Path(os.path.expanduser(adapter))), by=f"{MODEL}.lora_adapter_path")
 
 
 def _lora_of_megatron(s: Source, rank: int) -> None:

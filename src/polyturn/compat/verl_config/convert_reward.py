@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -48,7 +49,7 @@ def module_of(where: str) -> str:
     """Return the path or module name of `file.py`, `file://…`, `pkg://a.b` or `pkg://a/b`."""
     if where.startswith("pkg://"):
         return where.removeprefix("pkg://").replace("/", ".")
-    return str(Path(where.removeprefix("file://")).expanduser())
+    return str(Path(os.path.expanduser(where.removeprefix("file://"))))
 
 
 def _arguments(s: Source, arguments: Mapping[str, Any], *, by: str) -> None:
@@ -81,7 +82,7 @@ def _managed(s: Source, function: str | None) -> None:
 def as_absolute(name: str) -> str:
     """Return a path, or the path in `file.py:name`, as absolute; a module or a name on the hub is unchanged."""
     file, colon, attribute = name.partition(".py:")
-    path = Path(f"{file}.py" if colon else file).expanduser()
+    path = Path(os.path.expanduser(f"{file}.py" if colon else file))
     return f"{path.absolute()}{colon[3:]}{attribute}" if name and path.exists() else name
 
 

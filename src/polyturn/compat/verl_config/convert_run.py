@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,7 @@ def steps(s: Source) -> None:
 def run_folder(s: Source) -> None:
     """Set the folder of the run."""
     key = "trainer.default_local_dir"
-    folder = Path(s.text(key, "checkpoints/verl_examples/gsm8k")).expanduser()
+    folder = Path(os.path.expanduser(s.text(key, "checkpoints/verl_examples/gsm8k")))
     s.put("out", str(folder.parent), by=key)
     s.put("name", folder.name, by=key)
     s.read |= {k for k in ("trainer.project_name", "trainer.experiment_name") if str(s.values.get(k)) in folder.parts}
