@@ -84,6 +84,8 @@ def called(function: Any, what: str, name: str) -> Any:
 
 def rows_of(value: Any, what: str) -> Sequence[Any]:
     """Return rows as a sequence that can be read several times."""
+    if hasattr(value, "to_dicts"):
+        return list(value.to_dicts())  # a polars frame
     if hasattr(value, "to_dict") and hasattr(value, "columns"):
         # A pandas frame, whose missing cells are NaN
         return list(value.astype(object).where(value.notna(), None).to_dict("records"))

@@ -256,6 +256,28 @@ def test_missing_cells_of_a_frame_are_missing_values() -> None:
     assert (first.ground_truth, second.ground_truth, second.interaction) == (None, 1, None)
 
 
+def test_polars_frame_is_read_as_rows() -> None:
+    class Frame:
+        """The methods of polars.DataFrame that tell it from a pandas frame, which has no `to_dicts`."""
+
+        columns = ("prompt", "ground_truth")
+
+        def to_dict(self) -> dict[str, list[object]]:
+            return {"prompt": ["a", "b"], "ground_truth": [None, 1]}
+
+        def to_dicts(self) -> list[dict[str, object]]:
+            return [{"prompt": "a", "ground_truth": None}, {"prompt": "b", "ground_truth": 1}]
+
+        def __getitem__(self, name: str) -> list[object]:
+            return self.to_dict()[name]
+
+        def __len__(self) -> int:
+            return 2
+
+    source, _ = read(GivenArguments(model="tiny", tasks=Frame()))
+    assert [one.ground_truth for one in build_train_tasks(source)] == [None, 1]
+
+
 def test_path_of_tasks_may_have_spaces(tmp_path: Path) -> None:
     path = tmp_path / "a folder with spaces" / "rows.jsonl"
     source, _ = read(GivenArguments(model="tiny", tasks=str(path)))
