@@ -137,7 +137,12 @@ def adapter_replaced(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterato
 
 def plain_name(name: str) -> str:
     """Return the name of a weight in the model without an adapter."""
-    return name.replace(".base_layer.", ".")
+    return re.sub(r"(\.base_layer)+\.", ".", name)  # peft wraps a stack of experts once for each of its matrices
+
+
+def _weight_of(name: str, layer: Any) -> str:
+    """Return the name, in the model without an adapter, of the weight that the adapted layer of that name changes."""
+    return plain_name(f"{name}.{getattr(layer, 'parameter_name', 'weight')}")
 
 
 def base_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -153,9 +158,9 @@ def merged_weights(model: nn.Module) -> dict[str, Tensor]:
     weights = base_weights(model)
     with torch.no_grad():
         for name, layer in adapted_layers(model).items():
-            weight = weights[f"{name}.weight"]
+            weight = weights[own := _weight_of(name, layer)]
             # A new tensor: training adds the adapter to the live weight itself, so merging in place would add it twice.
-            weights[f"{name}.weight"] = weight + layer.get_delta_weight(ADAPTER).to(weight)
+            weights[own] = weight + layer.get_delta_weight(ADAPTER).to(weight)
     return weights
 
 
@@ -165,11 +170,12 @@ def whole_merged(model: nn.Module, name: str, weight: Tensor) -> Tensor:
     Raises:
         ConfigError: the adapter wraps a module that is not a linear layer.
     """
-    layer = adapted_layers(model).get(name.removesuffix(".weight")) if name.endswith(".weight") else None
+    layer = next((layer for own, layer in adapted_layers(model).items() if _weight_of(own, layer) == name), None)
     if layer is None:
         return weight
     pair = [part[ADAPTER].weight for part in (layer.lora_A, layer.lora_B) if ADAPTER in part]
-    if len(pair) != 2 or not all(isinstance(part[ADAPTER], nn.Linear) for part in (layer.lora_A, layer.lora_B)):
+    is_linear = len(pair) == 2 and all(isinstance(part[ADAPTER], nn.Linear) for part in (layer.lora_A, layer.lora_B))
+    if not is_linear or not name.endswith(".weight"):  # the pair of a stack of experts is linear, its parameter has a name
         raise ConfigError(
             f"model.lora adapts {name}, which is not in a linear layer; on many ranks only linear layers can be merged "
             "for an engine. Remove it from model.lora.target_modules, or use one process"

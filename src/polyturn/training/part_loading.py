@@ -104,7 +104,7 @@ def _under_own_names(
     parts: Mapping[str, Any], model: PreTrainedModel, mapping: list[Any], only: Collection[str] | None
 ) -> dict[str, Any]:
     """Return a file's tensors (`only` some), renamed for layers that an adapter wraps."""
-    adapted = {name.replace(".base_layer.", "."): name for name in model.state_dict()}
+    adapted = {plain_name(name): name for name in model.state_dict()}
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     renamed = {}

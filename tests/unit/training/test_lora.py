@@ -221,6 +221,16 @@ def test_adapter_is_saved_merged_or_alone(tmp_path: Path):
     refuses(lambda: lora.load_adapter(other, alone), CheckpointError, lora.WEIGHTS_FILE, "is damaged")
 
 
+def test_adapter_of_experts_is_merged(tmp_path: Path):
+    model = tiny_model(VOCAB, kind="deepseek_v3", hidden=16, layers=2)
+    lora.add_lora(model, lora.LoraSettings(rank=2, alpha=4, target_modules=["o_proj", "gate_proj", "up_proj", "down_proj"]))
+    with torch.no_grad():
+        for tensor in lora.adapter_tensors(model).values():
+            tensor.normal_(std=0.2)
+    merged = hf.load_model(hf.save_model(model, tmp_path / "merged"))
+    assert torch.allclose(logits(merged), logits(model), atol=1e-5)
+
+
 def test_unknown_target_modules_are_refused():
     with pytest.raises(ConfigError, match=r"does not fit this model.*its linear modules are down_proj, gate_proj"):
         adapted(target_modules=["query"])
