@@ -110,7 +110,7 @@ def _draw_again(model: nn.Module) -> None:
 
 def has_lora(model: nn.Module) -> bool:
     """Return whether `add_lora` put an adapter into `model`."""
-    return any(".lora_A." in name for name, _ in model.named_parameters())
+    return any(".lora_" in name for name, _ in model.named_parameters())
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -195,7 +195,11 @@ def adapter_settings(model: PreTrainedModel) -> dict[str, Any]:
 
 def as_peft(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Rename an adapter's tensors from their names in the model to those in peft's files."""
-    return {f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": tensor for name, tensor in tensors.items()}
+    return {f"base_model.model.{_without_adapter(name)}": tensor for name, tensor in tensors.items()}
+
+
+def _without_adapter(name: str) -> str:
+    return name.replace(f".{ADAPTER}.", ".").removesuffix(f".{ADAPTER}")  # an embedding's names end with the adapter
 
 
 def save_adapter(model: PreTrainedModel, folder: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
@@ -259,9 +263,11 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
     config: Any = model.peft_config[ADAPTER]
     require_same_settings(folder, rank=config.r, alpha=config.lora_alpha)
     own = adapter_tensors(model)
-    named = {name.replace(f".{ADAPTER}.", "."): name for name in own}
+    named = {_without_adapter(name): name for name in own}
     try:
         saved = {name.removeprefix("base_model.model."): tensor for name, tensor in load_file(str(file)).items()}
+        # peft also writes the frozen weight of an embedding or output embedding that is adapted.
+        saved = {name: tensor for name, tensor in saved.items() if ".lora_" in name or ".base_layer." not in name}
     except SafetensorError as problem:
         raise CheckpointError(f"the adapter {file} is damaged ({one_line(problem)}); copy it again") from problem
     tensors, names = {named.get(name, name): tensor for name, tensor in saved.items()}, Names()

@@ -231,6 +231,24 @@ def test_adapter_of_experts_is_merged(tmp_path: Path):
     assert torch.allclose(logits(merged), logits(model), atol=1e-5)
 
 
+def test_adapter_of_an_embedding_is_kept(tmp_path: Path):
+    config = {**tiny_model(VOCAB, hidden=16).config.to_dict(), "tie_word_embeddings": False}
+
+    def untied() -> ModelPolicy:
+        model = hf.build_model(config, seed=0)
+        lora.add_lora(model, lora.LoraSettings(rank=2, target_modules=["embed_tokens"]))
+        return policy(model)
+
+    model = (first := train(untied())).backend.model.eval()
+    assert not torch.allclose(logits(model), logits(untied().backend.model), atol=1e-3)
+    merged = hf.load_model(hf.save_model(model, tmp_path / "merged"))
+    assert torch.allclose(logits(merged), logits(model), atol=1e-5)
+    state, alone = stored(first, tmp_path / "state"), hf.save_model(model, tmp_path / "alone", adapter_only=True)
+    for load in (lambda one: one.load(state), lambda one: lora.load_adapter(one.backend.model, alone)):
+        load(again := untied())
+        assert torch.equal(logits(again.backend.model), logits(model))
+
+
 def test_unknown_target_modules_are_refused():
     with pytest.raises(ConfigError, match=r"does not fit this model.*its linear modules are down_proj, gate_proj"):
         adapted(target_modules=["query"])
