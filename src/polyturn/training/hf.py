@@ -161,7 +161,13 @@ def load_unread(
         folder = Path(snapshot_download(str(source), revision=revision, allow_patterns=wanted, local_files_only=cached))
     if not weight_files(folder):
         return load_model(source, dtype=dtype, revision=revision, needs_head=needs_head)
-    return _opened(folder, dtype, None, plan_above=0)
+    model = _opened(folder, dtype, None, plan_above=0)
+    # As transformers loads them: a bfloat16 router would choose other experts.
+    for name, buffer in [*model.named_buffers()]:
+        if any(part in name for part in model._keep_in_fp32_modules_strict or ()):
+            inside, _, own = name.rpartition(".")
+            setattr(model.get_submodule(inside), own, buffer.float())
+    return model
 
 
 def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:

@@ -181,6 +181,19 @@ def test_missing_damaged_or_misshapen_weights_are_refused(tmp_path: Path) -> Non
     refuses(lambda: load_model(folder), ConfigError, "'silly'")
 
 
+def test_weights_read_in_parts_have_the_usual_types(tmp_path: Path) -> None:
+    model = tiny_model(64, "deepseek_v3", hidden=16)
+    for name, buffer in model.named_buffers():
+        if "correction" in name:
+            buffer.normal_()
+    folder = save_model(model, tmp_path / "model")
+    whole, parts = (load(folder, dtype=torch.bfloat16) for load in (load_model, load_unread))
+    read_weights(parts, torch.device("cpu"))
+    own = parts.state_dict()
+    assert {name: t.dtype for name, t in own.items()} == {name: t.dtype for name, t in whole.state_dict().items()}
+    assert all(torch.equal(own[name], tensor) for name, tensor in whole.state_dict().items())
+
+
 def test_missing_weights_are_refused(tmp_path: Path) -> None:
     folder = save_model(build_model({**CONFIG, "tie_word_embeddings": False}, seed=0), tmp_path / "model")
     weights = load_file(folder / "model.safetensors")
