@@ -31,7 +31,7 @@ from polyturn.core.sample import TrainSample
 from polyturn.engines.weights.stream import BUCKET_BYTES, StreamedTensors, TensorKind
 from polyturn.training.backend import NO_WEIGHTS, OWN, TermWeights
 from polyturn.training.rank_group import RankGroup, assign, put_back
-from polyturn.training.shards import METADATA
+from polyturn.training.shards import absent_file
 from polyturn.training.state import WeightChannel
 
 
@@ -122,10 +122,10 @@ class RankedBackend:
             RankLostError: a rank is gone.
         """
         is_done = all(self._all("is_saved"))
-        if is_done and not (self._folder / METADATA).is_file():
+        if is_done and (lacking := absent_file(self._folder)) is not None:
             raise CheckpointError(
-                f"the ranks have written to {self._folder}, which this machine does not see; set `out` to a folder "
-                "that all machines share"
+                f"the ranks have written {lacking} to {self._folder}, which this machine does not see; set `out` to a "
+                "folder that all machines share"
             )
         return is_done
 

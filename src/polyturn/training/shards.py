@@ -118,6 +118,14 @@ def stored_kinds(folder: Path, *, whose: str = "checkpoint") -> dict[str, Tensor
     }
 
 
+def absent_file(folder: Path) -> str | None:
+    """Return the name of a file of a written folder of shards that this machine does not see; None if it sees all."""
+    if not (folder / METADATA).is_file():
+        return METADATA
+    names = {part.relative_path for part in ShardReader(folder).read_metadata().storage_data.values()}
+    return next((name for name in sorted(names) if not (folder / name).is_file()), None)
+
+
 class Names:
     """Maps a network's tensors to their names and shapes in checkpoints and engines. In this base class the network has the
     same names and shapes, and a tensor that is split over ranks is a `DTensor`.

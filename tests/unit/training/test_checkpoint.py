@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from polyturn.core.errors import CheckpointError, RankLostError
 from polyturn.training import shard_reader
 from polyturn.training.checkpoint import Checkpoints, Saver
+from polyturn.training.ranked import RankedBackend
 from polyturn.training.shards import read_shards, stored_kinds
 from support.refusals import refuses
 from support.states import MakesFolder
@@ -157,6 +158,24 @@ def test_tensors_and_numbers_come_back(shards: Path) -> None:
     assert torch.equal(state["weight"], torch.arange(6.0).reshape(2, 3))
     assert state["step"] == 3
     assert stored_kinds(shards)["half"].dtype == torch.bfloat16
+
+
+class Ranks:
+    """Two ranks that have written; one of them to its own machine."""
+
+    num_ranks, row_width = 2, 1
+
+    def call(self, command: str, shares: Sequence[tuple[Any, ...]]) -> list[Any]:
+        return [True for _ in shares]
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", shard_reader.METADATA])
+def test_shards_that_the_controller_does_not_see_are_refused(shards: Path, name: str) -> None:
+    backend: Any = RankedBackend(Ranks(), "policy")  # type: ignore[arg-type]
+    backend.save(shards)
+    assert backend.is_saved()
+    (shards / name).unlink()
+    refuses(backend.is_saved, CheckpointError, name, str(shards), "set `out`")
 
 
 @pytest.mark.parametrize("read", [stored_kinds, lambda folder: read_shards({"weight": torch.zeros(2, 3)}, folder)])
