@@ -226,17 +226,21 @@ class GatheredWeights:
         return await self._channel.publish(version)
 
 
+_ONCE = ("time/", "tokens/packing_refused")
+"""Beginnings of the names of metrics that are not summed over ranks."""
+
+
 def merge_ranks(parts: Sequence[Metrics]) -> Metrics:
     """Merge the ranks' metrics of a step: losses are summed, and the slowest rank's times count."""
-    times = {name: m for part in parts for name, m in part.items() if name.startswith("time/")}
+    once = {name: m for part in parts for name, m in part.items() if name.startswith(_ONCE)}
     for part in parts:
         for name, metric in part.items():
-            if name in times and metric.value > times[name].value:
-                times[name] = metric
-    merged = merge({n: m for n, m in part.items() if not n.startswith("time/")} for part in parts)
+            if name in once and metric.value > once[name].value:
+                once[name] = metric
+    merged = merge({n: m for n, m in part.items() if n not in once} for part in parts)
     # A loss is a sum over tokens that is already normalised over the global batch.
     summed: Metrics = {
         name: Mean(metric.total) for name, metric in merged.items() if name.startswith("loss/") and isinstance(metric, Mean)
     }
     # A mean is NaN if no rank had a token for it.
-    return {name: m for name, m in {**merged, **summed}.items() if not math.isnan(m.value)} | times
+    return {name: m for name, m in {**merged, **summed}.items() if not math.isnan(m.value)} | once

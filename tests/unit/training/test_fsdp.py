@@ -237,6 +237,11 @@ def test_losses_of_ranks_add_up_and_the_slowest_gives_the_time():
     assert merged == {"loss/total": 0.75, "policy/entropy": 2.0, "tokens/trained": 4, "time/forward": 2.0}
 
 
+def test_update_without_packing_counts_once_for_all_ranks():
+    merged = merge_ranks([{"tokens/packing_refused": Sum(1)}] * 2)
+    assert merged["tokens/packing_refused"].value == 1
+
+
 def test_error_of_a_rank_is_raised_by_the_leader():
     refuses(lambda: values_of([RankReply(value=1), RankReply(error=RankLostError("gone"))]), RankLostError, "gone")
 
