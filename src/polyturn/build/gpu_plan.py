@@ -146,8 +146,8 @@ class Gpus(NamedTuple):
             left = self.limit - demand.at_rest(layout)
             if layout.is_shared:
                 lines["share of a GPU that is left to a server"] = f"{max(0.0, left / (self.memory * GB)):.2f}"
-            room = (left - demand.server(layout.width)["weights"]) * layout.width
-            tokens = room // max(1, server_bytes(demand.size, tokens=1)["KV cache"])
+            room = left - demand.server(layout.width)["weights"]
+            tokens = room // max(1, server_bytes(demand.size, tensor_parallel=layout.width, tokens=1)["KV cache"])
             lines["room for conversations of a server"] = f"{max(0, tokens)} tokens"
             seconds = sync_seconds(demand.size, link=self.link * GB, adapter_only=demand.adapter_only)
             lines["new weights to all servers"] = f"{seconds:.2f} s over {self.link:g} GB/s"

@@ -1,7 +1,7 @@
 """Estimate the memory of a run's processes, and the duration of a weight sync, from the sizes of a model.
 
     rank      (b + m + 8 + g) P / N, b P / N for each frozen model, the gathered blocks, activations     FSDP2 over N, AdamW
-    server    b P / t + KV cache                                                                         t: tensor parallel
+    server    b P / t + KV cache / min(t, its heads)                                                     t: tensor parallel
     sync      b P / B, once for all servers of a broadcast                                               B: bytes/s of a link
 
 Ranks that spread experts gather only their experts of a layer, and are assumed to receive as many tokens as they send. Ranks
@@ -51,6 +51,8 @@ class ModelSize:
     hidden: int
     num_layers: int
     vocab: int
+    kv_heads: int
+    """Number of heads of keys and values."""
     kv_width: int
     """Width of the keys (and of the values) of a token in a layer."""
     kept: int
@@ -90,6 +92,7 @@ class ModelSize:
             hidden=int(config.hidden_size),
             num_layers=int(config.num_hidden_layers),
             vocab=int(config.vocab_size),
+            kv_heads=int(heads),
             kv_width=int(heads * width),
             kept=kept,
             experts=sum(experts),
@@ -210,7 +213,8 @@ def _kept(fields: Mapping[str, Any], *, hidden: int, query: int, key: int, eleme
 def server_bytes(size: ModelSize, *, tensor_parallel: int = 1, tokens: int = 0) -> dict[str, int]:
     """Return the bytes on each GPU of an inference server whose KV cache has room for `tokens`."""
     cache = 2 * size.num_layers * size.kv_width * size.element * tokens
-    return {"weights": size.parameters * size.element // tensor_parallel, "KV cache": cache // tensor_parallel}
+    parts = min(tensor_parallel, size.kv_heads)  # with more GPUs than heads, several GPUs keep the same head
+    return {"weights": size.parameters * size.element // tensor_parallel, "KV cache": cache // parts}
 
 
 def shared_bytes(size: ModelSize, load: RankLoad, *, tensor_parallel: int = 1, tokens: int = 0) -> dict[str, dict[str, int]]:

@@ -44,6 +44,7 @@ def test_published_model_takes_what_the_formulas_say():
         "weights": size.parameters,
         "KV cache": 1000 * 36 * 2 * 1024,
     }
+    assert server_bytes(size, tensor_parallel=16, tokens=1000)["KV cache"] == 1000 * 36 * 2 * 2 * 128, "one of 8 heads"
     assert sync_seconds(size, link=50 * GB) == pytest.approx(0.3276, abs=1e-4)
     small = dataclasses.replace(size, trained=size.parameters // 200)
     assert sync_seconds(small, link=50 * GB, adapter_only=True) == pytest.approx(0.3276 / 200, abs=1e-6)
