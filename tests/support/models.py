@@ -34,15 +34,15 @@ def tiny_model(
 
     Args:
         tokenizer: The tokenizer to fit, or the size of the vocabulary.
-        kind: "qwen3", "qwen2" or "llama"; with experts, of which each token takes 2, "qwen3_moe", "mixtral", and
-            "deepseek_v3" (its first layer dense, then a shared expert beside them).
+        kind: "qwen3", "qwen2" or "llama"; with experts, of which each token takes 2, "qwen3_moe", "mixtral", and with
+            a shared expert "qwen2_moe" and "deepseek_v3" (its first layer dense).
         hidden: Width; a multiple of 2 * heads.
         layers: Number of decoder layers.
         heads: Number of attention heads.
         kv_heads: Number of key-value heads; divides `heads`.
         intermediate: Width of the feed-forward layer; 2 * hidden by default.
         max_positions: The longest context.
-        experts: Number of experts of a layer of "qwen3_moe"; the others have 8.
+        experts: Number of experts of a layer of "qwen2_moe" and "qwen3_moe"; the others have 8.
         spread: Standard deviation of the weights; at 0.2, distributions are far from uniform, so that wrong weights show.
         seed: Seed of the weights; the caller's random state is left as it was.
 
@@ -102,6 +102,11 @@ def _family(kind: str, *, hidden: int, heads: int, num_experts: int) -> tuple[An
             transformers.Qwen3MoeConfig,
             transformers.Qwen3MoeForCausalLM,
             {**experts, "num_experts": num_experts, "norm_topk_prob": True},
+        ),
+        "qwen2_moe": (
+            transformers.Qwen2MoeConfig,
+            transformers.Qwen2MoeForCausalLM,
+            {**experts, "num_experts": num_experts, "shared_expert_intermediate_size": 3 * hidden},
         ),
         "mixtral": (
             transformers.MixtralConfig,

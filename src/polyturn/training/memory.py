@@ -197,7 +197,8 @@ def _kept(fields: Mapping[str, Any], *, hidden: int, query: int, key: int, eleme
         attention                     e (2q + 2k)         queries, keys, values, its output; no scores (FlashAttention)
         feed-forward                  4 e i               both projections, the activation, the product
 
-    In a mixture of experts, i is the sum over the token's experts, and each adds 2 e h for its input and output. Tests
+    In a mixture of experts, i is the sum over the token's experts, and each adds 2 e h for its input and output. A shared
+    expert of another width adds its i, and e h for its output, which is scaled by a gate. Tests
     compare this with `torch.autograd.graph.saved_tensors_hooks`. Fused kernels keep less, and so does an adapter on frozen
     weights. Korthikanti et al. 2022 (Reducing Activation Recomputation in Large Transformer Models, eq. 1) derive 34 h in
     the same way for GPT's layers, whose norms are not in float32 and whose feed-forward layer has no gate.
@@ -206,8 +207,10 @@ def _kept(fields: Mapping[str, Any], *, hidden: int, query: int, key: int, eleme
     widths = fields.get("intermediate_size") or 4 * hidden  # GPT-2's config has none, and some configs have one per layer
     inner = int(np.max((experts and fields.get("moe_intermediate_size")) or widths))
     through = experts + int(fields.get("n_shared_experts") or 0) if experts else 1
+    shared = int(fields.get("shared_expert_intermediate_size") or 0)
     norms = 2 * (4 + 2 * element) * hidden + (4 + element) * (query + key) * norms_heads
-    return norms + element * (2 * query + 2 * key + 4 * through * inner + 2 * experts * hidden)
+    feed_forward = 4 * (through * inner + shared) + (2 * experts + (shared > 0)) * hidden
+    return norms + element * (2 * query + 2 * key + feed_forward)
 
 
 def server_bytes(size: ModelSize, *, tensor_parallel: int = 1, tokens: int = 0) -> dict[str, int]:

@@ -119,7 +119,7 @@ def kept_by(model, tokens):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama", "qwen3_moe", "qwen2_moe"])
 def test_planned_activations_are_what_autograd_keeps(kind, dtype):
     def model(layers):
         sizes = {"hidden": 128, "heads": 4, "kv_heads": 2, "intermediate": 384}
