@@ -74,7 +74,7 @@ def plan_of_layers(model: PreTrainedModel, *, parts: int) -> dict[str, str]:
     config = model.config.get_text_config()
     # Before the first pass, in which torch would raise an obscure error about a shape.
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        if (count := getattr(config, name)) % parts:
+        if (count := getattr(config, name, 0)) % parts:  # GPT-NeoX has no num_key_value_heads
             raise ConfigError(f"{key} and the model's {name} is {count}; set tensor_parallel to a divisor of {count}")
     return plan
 

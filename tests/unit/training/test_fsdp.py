@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
 
 from polyturn.batching.layout import LayoutSettings
 from polyturn.core.errors import CheckpointError, ConfigError, RankLostError
@@ -205,6 +205,13 @@ def test_model_without_a_tensor_parallel_plan_is_refused():
     model = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=64, n_embd=16, n_layer=1, n_head=2))
     model.tp_plan = {}
     refuses(lambda: Sharded.check(model, Degrees(tensor_parallel=2)), ConfigError, "gpt2")
+
+
+def test_model_without_key_value_heads_divides_by_its_heads():
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=32, **sizes))
+    Sharded.check(model, Degrees(tensor_parallel=2))
+    refuses(lambda: Sharded.check(model, Degrees(tensor_parallel=4)), ConfigError, "num_attention_heads is 2")
 
 
 def ending_of(ids, *, is_trained=True):
