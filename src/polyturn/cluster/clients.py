@@ -21,9 +21,12 @@ from ray.exceptions import RayActorError, RayError
 from polyturn.cluster.members import Member, answer
 from polyturn.cluster.weights import StoredWeights
 from polyturn.cluster.worker_pool import RemoteWorker, WorkerLostError
-from polyturn.core.errors import RankLostError
+from polyturn.core.errors import PolyturnError, RankLostError
 from polyturn.core.protocols import Engine
 from polyturn.training.rank_group import values_of
+
+_ERROR_S = 30.0
+"""Seconds for which the other ranks may go on after a rank raised: they may wait for it in a collective."""
 
 
 class RayRankGroup:
@@ -49,8 +52,12 @@ class RayRankGroup:
             pairs = zip(self._ranks, _stored(shares), strict=True)
             refs = [rank.handle.run.remote(command, share) for rank, share in pairs]
         waiting, values = list(refs), {}
+        error: PolyturnError | None = None
         while waiting:  # in order of completion, because ranks that wait for a dead one never complete
-            (done, *_), waiting = ray.wait(waiting, num_returns=1)
+            ready, waiting = ray.wait(waiting, num_returns=1, timeout=None if error is None else _ERROR_S)
+            if error is not None and not ready:  # such as a node without the model's folder
+                raise error
+            (done,) = ready
             try:
                 values[done] = ray.get(done)
             except RayActorError as problem:
@@ -60,6 +67,7 @@ class RayRankGroup:
                 dead = next((r for r in self._ranks if r.is_dead()), self._ranks[refs.index(done)])
                 self._lost = f"{dead.crash_report()}\n({type(problem).__name__} during {command!r})"
                 raise RankLostError(self._lost) from problem
+            error = error or values[done].error
         return values_of([values[ref] for ref in refs])
 
     def lost(self) -> str | None:
