@@ -395,7 +395,7 @@ def _import_module(name: str) -> ModuleType:
 
 
 def _install_hint(problem: BaseException, *, but: str = "") -> str:
-    """Return the command that installs a package that an author's file imports; "" for other errors, and for the module `but`."""
+    """Return the command that installs a package that a file imports; "" for other errors, and for the module `but`."""
     name = problem.name if isinstance(problem, ModuleNotFoundError) else None
     if not name or "." in name or name == but.partition(".")[0]:
         return ""
