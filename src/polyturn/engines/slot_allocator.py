@@ -139,7 +139,7 @@ class SlotAllocator:
         slots.cached[slot], slots.known[slot], slots.prompt[slot] = cached, length, length
         slots.limit[slot] = min(length + sampling.max_tokens, self._max_context)
         slots.temperature[slot], slots.top_p[slot], slots.top_k[slot] = sampling.temperature, sampling.top_p, sampling.top_k
-        slots.keeps_support[slot] = sampling.keep_support
+        slots.keeps_support[slot] = sampling.keep_support and sampling.is_cut
         missing = len(sampling.stop_token_ids) - slots.stop.shape[1]
         if missing > 0:
             slots.stop = np.pad(slots.stop, ((0, 0), (0, missing)), constant_values=-1)

@@ -96,7 +96,7 @@ class Slots:
     rope_offset: NDArray[np.int64]
     """[N] difference between a sampled token's position and its index; 0 unless the prompt has media."""
     keeps_support: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
-    """[N] whether the request records the support of each sampled token."""
+    """[N] whether the request records the support of each sampled token, because top-p or top-k cuts it."""
     support: NDArray[np.int32] | None = None
     """[N, max_context, MAX_SUPPORT] the supports of the sampled ids; None until a request keeps them."""
     routes: Any | None = None
@@ -166,12 +166,9 @@ class Slots:
 
     def support_of(self, slot: int) -> Support | None:
         """Return [n, K] the supports of the sampled ids; None if the request does not keep them."""
-        if not self.keeps_support[slot]:
+        if self.support is None or not self.keeps_support[slot]:
             return None
-        begin, end = int(self.prompt[slot]), int(self.known[slot])
-        if self.support is None:
-            return np.full((end - begin, 1), -1, np.int32)
-        support_NK = self.support[slot, begin:end]
+        support_NK = self.support[slot, int(self.prompt[slot]) : int(self.known[slot])]
         width = max(1, int((support_NK >= 0).sum(axis=1).max(initial=1)))
         return support_NK[:, :width].copy()
 

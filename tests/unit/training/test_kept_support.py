@@ -57,6 +57,13 @@ async def test_trainer_scores_a_sampled_token_as_the_engine_does():
     await engine.close()
 
 
+async def test_greedy_completion_has_no_support():
+    engine = EmbeddedEngine(tiny_model(VOCAB, hidden=16, seed=0), num_slots=1, max_context=64)
+    assert (await sampled(engine, **CUT, keep_support=True)).support is not None
+    assert (await sampled(engine, temperature=0.0, keep_support=True)).support is None
+    await engine.close()
+
+
 def test_support_reaches_the_segment_through_journal_and_builder():
     parts = [completion([5, 6], [[5, 7], [6, -1]]), completion([8], [[8]]), completion([], [])]
     whole = from_json(Completion, to_json(joined(parts)))
