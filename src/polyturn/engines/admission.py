@@ -53,7 +53,7 @@ class Admission:
             if waiting.assigned.done():
                 return waiting.assigned.result()
             async with asyncio.timeout_at(waiting.request.deadline):
-                return await waiting.assigned
+                replica = await waiting.assigned
         except TimeoutError:
             self._withdraw(waiting)
             return None
@@ -63,6 +63,10 @@ class Admission:
             if waiting.is_aborted and (task is None or not task.cancelling()):
                 return None
             raise
+        if waiting.is_aborted:  # after it got the server's slot, and before the server could hear of it
+            self.free(replica, waiting)
+            return None
+        return replica
 
     def free(self, replica: Replica, waiting: PooledRequest) -> None:
         """Release the slot of a request."""

@@ -140,6 +140,18 @@ async def test_abort_reaches_waiting_and_running_requests() -> None:
 
 
 @virtual
+async def test_abort_reaches_a_request_before_its_server_has_it() -> None:
+    (engine,) = servers(1)
+    pool = EnginePool([engine], slots=1)
+    first, second = (asyncio.create_task(pool.generate(ask(f"g/{i}"))) for i in range(2))
+    await asyncio.sleep(0.1)
+    await engine.abort("g/0/0")
+    aborted = asyncio.create_task(pool.abort("g/1/0"))  # runs after the first request has left its slot to the second one
+    await asyncio.wait({first, second, aborted})
+    assert (second.result().finish_reason, engine.served, pool.replicas[0].load) == (FinishReason.ABORT, ["g/0"], 0)
+
+
+@virtual
 async def test_abort_of_a_request_that_is_just_given_up_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     pool, aborted = EnginePool(servers(1)), []
 
