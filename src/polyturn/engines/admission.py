@@ -39,6 +39,8 @@ class Admission:
         self.queue = MeanOverTime()
         """The length of the queue."""
         self._timer: asyncio.TimerHandle | None = None
+        self._out_since: float | None = None
+        """Time on the event loop's clock, in seconds, since which requests wait and no server is live; None if one is."""
 
     async def place(self, waiting: PooledRequest) -> Replica | None:
         """Return a server with a slot for the request; None if the request is aborted or its deadline passes.
@@ -76,6 +78,8 @@ class Admission:
 
     def admit(self) -> None:
         """Give free slots to waiting requests, the oldest first."""
+        if any(replica.is_live for replica in self._replicas):
+            self._out_since = None
         if not self._waiting:
             return
         now = asyncio.get_running_loop().time()
@@ -126,8 +130,11 @@ class Admission:
         are_gone = bool(self._replicas) and all(replica.is_gone for replica in self._replicas)
         why = "all servers are lost for good" if are_gone else f"no server was up for {self._patience_s:g} s"
         why += f" ({reasons(self._replicas)})"
+        if self._out_since is None:
+            self._out_since = now
         for waiting in list(self._waiting):
-            if not waiting.assigned.done() and (are_gone or now - waiting.arrived >= self._patience_s):
+            waited_s = now - max(waiting.arrived, self._out_since)
+            if not waiting.assigned.done() and (are_gone or waited_s >= self._patience_s):
                 self._leave(waiting)
                 waiting.assigned.set_exception(EngineLostError(why))
         if self._timer is None and self._waiting:

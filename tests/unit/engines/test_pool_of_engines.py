@@ -115,6 +115,17 @@ def test_request_waits_while_all_servers_are_down() -> None:
 
 
 @virtual
+async def test_patience_begins_when_no_server_is_up() -> None:
+    engine = TimedEngine(plan=lambda r: 9_000 if r.session_id == "long" else 10, token_s=0.1)
+    pool = EnginePool([engine], slots=1, patience_s=100.0)
+    tasks = [asyncio.create_task(pool.generate(ask(name))) for name in ("long", "short")]
+    await asyncio.sleep(500)  # the second one waits for its turn longer than the patience
+    engine.kill()
+    asyncio.get_running_loop().call_later(0.5, engine.restart)
+    assert [len(completion.token_ids) for completion in await asyncio.gather(*tasks)] == [9_000, 10]
+
+
+@virtual
 async def test_server_restarted_with_old_weights_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
     engines = servers(2)
     pool = EnginePool(engines)
