@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Literal
 
-from polyturn.core.continuation import continued, joined
+from polyturn.core.continuation import continued, joined, nothing
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest
 from polyturn.core.protocols import Engine
 from polyturn.engines.base import EngineWrapper
@@ -30,9 +30,12 @@ class UpdateGate(EngineWrapper):
         super().__init__(engine)
         self.mode = mode
         self._live: dict[str, bool] = {}
-        """Running requests -> whether their caller has requested the end."""
-        self._is_open = asyncio.Event()
-        self._is_open.set()
+        """Requests -> whether their caller has requested the end."""
+        self._sampling: set[str] = set()
+        """The requests that the engine has."""
+        self._is_open = True
+        self._news = asyncio.Event()
+        """Set for a moment when the gate opens, or a caller requests the end of a request."""
         self._is_idle = asyncio.Event()
         self._is_idle.set()
 
@@ -45,26 +48,23 @@ class UpdateGate(EngineWrapper):
         if self.mode == "in_flight":
             return await self.engine.generate(request)
         parts: list[Completion] = []
-        while True:
-            await self._opened()
-            request_left = continued(request, parts)
-            self._live[request.request_id] = False
-            self._is_idle.clear()
-            try:
-                part = await self.engine.generate(request_left)
-            finally:
-                wants_end = self._live.pop(request.request_id)
-                if not self._live:
-                    self._is_idle.set()
-            parts.append(part)
-            is_to_resume = part.finish_reason is FinishReason.ABORT and not wants_end and not self._is_open.is_set()
-            if not is_to_resume or self.mode == "wait":  # `wait` never aborts, so the engine itself cut this request
-                return joined(parts)
+        self._live[request.request_id] = False
+        try:
+            while await self._opened(request.request_id):
+                parts.append(await self._sample(continued(request, parts)))
+                is_cut = parts[-1].finish_reason is FinishReason.ABORT and not self._live[request.request_id]
+                # `wait` never aborts, so the engine itself cut this request.
+                if self.mode == "wait" or self._is_open or not is_cut:
+                    break
+        finally:
+            del self._live[request.request_id]
+        return joined(parts) if parts else nothing(0)
 
     async def abort(self, request_id: str) -> None:
         """End a request now; its `generate` returns the tokens so far."""
         if request_id in self._live:
             self._live[request_id] = True
+            self._announce()
         await self.engine.abort(request_id)
 
     async def update_weights(self, version: int, *, weights: Mapping[str, Any] | None = None) -> None:
@@ -72,21 +72,36 @@ class UpdateGate(EngineWrapper):
         async with self.closed():
             await self.engine.update_weights(version, weights=weights)
 
-    async def _opened(self) -> None:
-        while not self._is_open.is_set():  # it may close again before the waiting requests run
-            await self._is_open.wait()
+    async def _opened(self, request_id: str) -> bool:
+        """Wait until requests may run; return False if the caller requests the end of this one before."""
+        while not (self._is_open or self._live[request_id]):  # it may close again before the waiting requests run
+            await self._news.wait()
+        return not self._live[request_id]
+
+    async def _sample(self, request: GenerateRequest) -> Completion:
+        self._sampling.add(request.request_id)
+        self._is_idle.clear()
+        try:
+            return await self.engine.generate(request)
+        finally:
+            self._sampling.discard(request.request_id)
+            if not self._sampling:
+                self._is_idle.set()
+
+    def _announce(self) -> None:
+        self._news.set()
+        self._news.clear()
 
     def hold(self) -> None:
         """Hold new requests back until `release`; in mode in_flight, do nothing."""
-        if self.mode != "in_flight":
-            self._is_open.clear()
+        self._is_open = self.mode == "in_flight"
 
     async def drain(self) -> None:
         """Return once no request runs while they are held back; in mode abort_resume, cut those that run."""
-        if self._is_open.is_set():
+        if self._is_open:
             return
         if self.mode == "abort_resume":
-            for request_id in list(self._live):
+            for request_id in list(self._sampling):
                 await self.engine.abort(request_id)
         await self._is_idle.wait()
 
@@ -97,7 +112,8 @@ class UpdateGate(EngineWrapper):
 
     def release(self) -> None:
         """Let requests run again."""
-        self._is_open.set()
+        self._is_open = True
+        self._announce()
 
     @asynccontextmanager
     async def closed(self) -> AsyncIterator[None]:
