@@ -53,7 +53,7 @@ class PendingRequest:
         self.is_ended = False
         """Whether the caller has requested the end."""
         self._wake: asyncio.Future[None] | None = None
-        """Set by the answer, by a requested end, or at the deadline, to wake the caller."""
+        """Set by the awaited task, by a requested end, or at the deadline, to wake the caller."""
         self.num_busy = 0
 
     def end(self) -> None:
@@ -66,6 +66,18 @@ class PendingRequest:
         self._problem = problem
         if self._sent is not None:
             self._sent.cancel()
+
+    async def opened(self, is_open: asyncio.Event, *, deadline: float | None) -> bool:
+        """Wait for `is_open`; return False if the caller requests the end, or the deadline passes, before."""
+        while not is_open.is_set():
+            if self.is_ended or (deadline is not None and asyncio.get_running_loop().time() >= deadline):
+                return False
+            opening = asyncio.create_task(is_open.wait())
+            try:
+                await self._first(opening, deadline)
+            finally:
+                opening.cancel()
+        return True
 
     async def run(self, post: Callable[[str], Awaitable[Any]], *, deadline: float | None) -> Any:
         """Send the request and wait for the answer; None if it ended before the server accepted it.
@@ -112,16 +124,7 @@ class PendingRequest:
     async def _within(self, sent: asyncio.Task[Any], deadline: float | None) -> Any:
         """Wait for the answer; after the deadline or a requested end, abort to get the result so far."""
         loop = asyncio.get_running_loop()
-        if not self.is_ended:
-            self._wake = loop.create_future()
-            sent.add_done_callback(self._awaken)
-            timer = None if deadline is None else loop.call_at(deadline, self._awaken)
-            try:
-                await self._wake
-            finally:
-                self._wake = None
-                if timer is not None:
-                    timer.cancel()
+        await self._first(sent, deadline)
         grace, pause = loop.time() + _ABORT_GRACE_S, _FIRST_ABORT_PAUSE_S
         while not sent.done():
             if self._is_refused:  # it waits to be repeated; the server does not have it
@@ -135,6 +138,21 @@ class PendingRequest:
             pause = min(2 * pause, _LAST_ABORT_PAUSE_S)
         return await sent
 
-    def _awaken(self, sent: asyncio.Task[Any] | None = None) -> None:
+    async def _first(self, task: asyncio.Task[Any], deadline: float | None) -> None:
+        """Return once `task` is done, the caller has requested the end, or the deadline has passed."""
+        if self.is_ended:
+            return
+        loop = asyncio.get_running_loop()
+        self._wake = loop.create_future()
+        task.add_done_callback(self._awaken)
+        timer = None if deadline is None else loop.call_at(deadline, self._awaken)
+        try:
+            await self._wake
+        finally:
+            self._wake = None
+            if timer is not None:
+                timer.cancel()
+
+    def _awaken(self, task: asyncio.Task[Any] | None = None) -> None:
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)

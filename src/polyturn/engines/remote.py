@@ -207,7 +207,8 @@ class RemoteEngine(ServerDialect, BaseEngine):
             with self.busy.running():
                 async with self._slots:
                     while True:
-                        await self._is_open.wait()
+                        if not await pending.opened(self._is_open, deadline=request.deadline):
+                            return joined([*parts, nothing(self.version)])
                         updates = self._updates
                         parts.append(await self._ask(request, parts, pending))
                         if cut := before_banned(request, parts):

@@ -122,6 +122,31 @@ async def test_request_at_a_full_server_ends_at_its_deadline() -> None:
         assert (len(late.token_ids), late.finish_reason) == (0, FinishReason.ABORT)
 
 
+async def test_request_that_waits_for_the_weights_ends_when_asked(tmp_path: Path) -> None:
+    is_loading, may_load, asked = asyncio.Event(), asyncio.Event(), list[str]()
+
+    async def handle(request: web.Request) -> web.Response:
+        asked.append(request.path)
+        if request.path == "/load":
+            is_loading.set()
+            await may_load.wait()
+        return web.json_response({"token": 7})
+
+    async with echo(handle) as engine:
+        update = asyncio.create_task(engine.update_weights(1, weights=WrittenWeights(tmp_path)))
+        await is_loading.wait()
+        late = asyncio.create_task(engine.generate(ask("late", deadline=asyncio.get_running_loop().time())))
+        aborted = asyncio.create_task(engine.generate(ask("aborted")))
+        while "aborted" not in engine._live:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        await engine.abort("aborted")
+        done, _ = await asyncio.wait({late, aborted}, timeout=60)
+        may_load.set()
+        await update
+        assert done == {late, aborted}
+        assert {task.result().finish_reason for task in done} == {FinishReason.ABORT} and "/generate" not in asked
+
+
 async def test_hanging_server_is_given_up_for_all_requests() -> None:
     async def silent(request: web.Request) -> web.Response:
         await asyncio.Event().wait()
