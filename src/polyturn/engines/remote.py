@@ -291,15 +291,19 @@ class RemoteEngine(ServerDialect, BaseEngine):
             self._updates += 1  # before pause and load, which may cut requests: cut requests are continued
             try:
                 await (self._wake("weights") if self._is_asleep else self._pause())
+                is_loaded = False
                 try:
                     await weights.load(self)
+                    is_loaded = True
                     if not self._is_asleep:  # a sleeping server has lost earlier results with its memory
                         await self._loaded()
                     await self._rename(self.tag(version))
                     if self._adapter is not None:
                         self._adapter.version = version
-                except BaseException:
-                    if self._is_asleep or not weights.is_all_or_nothing:  # tokens from these weights are discarded
+                except BaseException as problem:
+                    has_refused = isinstance(problem, EngineError) and not isinstance(problem, EngineLostError)
+                    has_former = has_refused and weights.is_all_or_nothing and not (is_loaded or self._is_asleep)
+                    if not has_former:  # tokens from unknown weights are discarded
                         with contextlib.suppress(EngineError):
                             await self._rename(f"{self._prefix}unfinished")
                     raise

@@ -356,6 +356,23 @@ async def test_failed_load_leaves_the_server_at_work(tmp_path: Path) -> None:
         assert (await engine.generate(ask())).token_ids.tolist() == [7]
 
 
+@pytest.mark.parametrize("failing", ["/load", "/loaded"])
+async def test_weights_of_a_failed_update_lose_their_name(failing: str, tmp_path: Path) -> None:
+    """The server may have the new weights: it did not answer, or failed after loading them."""
+    names: list[str] = []
+
+    async def handle(request: web.Request) -> web.Response:
+        if request.path == "/rename":
+            names.append((await request.json())["tag"])
+        return web.json_response({"token": 7}, status=500 if request.path == failing else 200)
+
+    async with echo(handle) as engine:
+        await refuses_later(
+            lambda: engine.update_weights(1, weights=WrittenWeights(tmp_path)), EngineLostError, f"{failing} answered 500"
+        )
+        assert [engine.version_of(name) for name in names] == [FOREIGN_VERSION]
+
+
 def test_only_weights_of_this_client_have_a_version() -> None:
     engine, other = (Echo("http://127.0.0.1:9", ServedModel(vocab_size=10)) for _ in range(2))
     assert engine.version_of("default") == 0  # nothing was sent: the weights of the server are unknown

@@ -67,7 +67,7 @@ class ServerWeights(ABC):
     """One version of the weights for servers."""
 
     is_all_or_nothing: ClassVar[bool] = True
-    """Whether a server keeps its old weights if loading fails."""
+    """Whether a server that refuses to load them keeps its former weights."""
 
     def given_to(self, server: Any) -> AbstractContextManager[None]:
         """Context of a server's update; enter it before the first await."""
