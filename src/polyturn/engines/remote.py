@@ -138,6 +138,7 @@ class RemoteEngine(ServerDialect, BaseEngine):
         self._facts: ServerFacts | None = None
         self._meeting = asyncio.Lock()
         self._silent_since: float | None = None
+        """Time of `time.monotonic`, in seconds, since which a lost server has not answered, or since its start."""
         self._adapter: ServedAdapter | None = None
         """The latest adapter on the server; None if requests use the model itself."""
         self._former_adapter: ServedAdapter | None = None
@@ -309,7 +310,7 @@ class RemoteEngine(ServerDialect, BaseEngine):
                     raise
                 finally:  # also after a failure, because a paused server answers no request
                     await (self._wake("kv_cache") if self._is_asleep else self._resume())
-                self.version = version
+                self.version, self._silent_since = version, None
             finally:
                 self._is_asleep = False
                 self._is_open.set()
@@ -371,18 +372,18 @@ class RemoteEngine(ServerDialect, BaseEngine):
             EngineGoneError: no restart is left.
             EngineLostError: the server does not answer (yet).
         """
-        now = time.monotonic()
         if self._silent_since is None:
-            self._silent_since = now
+            self._silent_since = time.monotonic()
         if self.supervisor is not None and self.process is None:
             self._link.url = (await self.supervisor.start()).url
+            self._silent_since = time.monotonic()
         elif self.supervisor is not None and self.process is not None:
-            hangs = now - self._silent_since > _HUNG_AFTER * self._health_s
+            hangs = time.monotonic() - self._silent_since > _HUNG_AFTER * self._health_s
             if hangs or await self.process.is_dead():
                 why = f"the server at {self.url} {'hangs' if hangs else 'has died'}"
                 await self._link.close()
                 self._link.url = (await self.supervisor.again(why)).url
-                self._adapter = None
+                self._silent_since, self._adapter = time.monotonic(), None
         try:
             await asyncio.wait_for(self._look_once(), self._health_s)
         except TimeoutError as problem:

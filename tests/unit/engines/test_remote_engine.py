@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -168,6 +169,50 @@ async def test_server_that_does_not_answer_is_not_back() -> None:
         engine = VllmEngine(url, ServedModel(vocab_size=10), options=ServerOptions(kind="vllm", health_s=0.1))
         await refuses_later(engine.revive, EngineLostError, url, "within 0.1 s")
         await engine.close()
+
+
+class Unhealthy:
+    """The supervisor of a running server that fails its health checks; counts the restarts."""
+
+    num_restarts = 0
+
+    def __init__(self, url: str) -> None:
+        self.url, self.server = url, self
+
+    async def start(self) -> Unhealthy:
+        return self
+
+    async def again(self, why: str) -> Unhealthy:
+        self.num_restarts += 1
+        return self
+
+    async def is_dead(self) -> bool:
+        return False
+
+    async def stop(self) -> None:
+        pass
+
+
+async def test_restart_and_update_end_the_silence_of_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr("polyturn.engines.remote.time", SimpleNamespace(monotonic=lambda: clock.now))
+
+    async def handle(request: web.Request) -> web.Response:
+        return web.json_response({}, status=500 if request.path == "/health" else 200)
+
+    async with serving(handle) as url:
+        supervisor = Unhealthy(url)
+        engine = Echo(url, ServedModel(vocab_size=10), supervisor=supervisor)  # type: ignore[arg-type]
+        num_restarts = []
+        for now in (0.0, 61.0, 62.0):
+            clock.now = now
+            await refuses_later(engine.revive, EngineLostError, "/health answered 500")
+            num_restarts.append(supervisor.num_restarts)
+        await engine.update_weights(1, weights=WrittenWeights(tmp_path))
+        clock.now = 1000.0
+        await refuses_later(engine.revive, EngineLostError, "/health answered 500")
+        await engine.close()
+    assert [*num_restarts, supervisor.num_restarts] == [0, 1, 1, 1]
 
 
 @pytest.fixture
