@@ -141,18 +141,18 @@ class ChatEngine(BaseEngine):
             message, reason = choice["message"], choice.get("finish_reason")
             is_cut = reason == "length"
             ids = write_turn(message, is_complete=not is_cut)
-        except (KeyError, IndexError, TypeError, AttributeError) as problem:
+            usage = reply.get("usage") or {}
+            counts = {n: int(usage[n]) for n in ("prompt_tokens", "completion_tokens") if usage.get(n) is not None}
+        except (KeyError, IndexError, TypeError, AttributeError, ValueError) as problem:
             raise EngineError(
                 f"{self._endpoint.url} did not answer with a chat completion ({one_line(problem)}): {reply!r:.300}"
             ) from None
-        counted = reply.get("usage") or {}
         before = self._usage.get(request.session_id, Usage())
         self._usage[request.session_id] = Usage(
-            before.prompt + int(counted.get("prompt_tokens") or 0),
-            before.completion + int(counted.get("completion_tokens") or 0),
+            before.prompt + counts.get("prompt_tokens", 0), before.completion + counts.get("completion_tokens", 0)
         )
         return Completion(
             token_ids=ids,
             finish_reason=FinishReason.LENGTH if is_cut else FinishReason.STOP,
-            info={name: counted[name] for name in ("prompt_tokens", "completion_tokens") if name in counted},
+            info=counts,
         )

@@ -227,13 +227,20 @@ def test_hanging_server_is_abandoned_at_the_deadline(serve: Any):
         (200, "[" * 100_000, "did not answer with JSON"),
         (200, {"choices": []}, "did not answer with a chat completion"),
         (200, {"object": "list"}, "did not answer with a chat completion"),
+        (200, {**says("Yes.")[1], "usage": [7]}, "did not answer with a chat completion"),
     ],
-    ids=["busy", "text", "nested", "empty", "other"],
+    ids=["busy", "text", "nested", "empty", "other", "usage"],
 )
 def test_answer_that_is_not_a_completion_fails_the_request(serve: Any, status: int, reply: Any, words: str):
     server = serve(lambda body, n: (status, reply, {}))
     with pytest.raises(EngineError, match=words):
         ask(ChatEngine(Endpoint(url=server.url, model="m", backoff_s=0.01, max_tries=2)))
+
+
+@pytest.mark.parametrize("usage", [None, {}, {"prompt_tokens": None}], ids=repr)
+def test_server_need_not_count_tokens(serve: Any, usage: Any):
+    server = serve(lambda body, n: (200, {**says("Yes.")[1], "usage": usage}, {}))
+    assert ask(ChatEngine(Endpoint(url=server.url, model="m"))).info == {}
 
 
 def test_unreachable_endpoint_and_url_without_scheme_are_refused():
