@@ -17,12 +17,11 @@ from polyturn.core.generation import Completion, GenerateRequest
 from polyturn.core.protocols import Engine, EngineCapabilities, EngineLoad
 from polyturn.core.reward import brief
 from polyturn.engines.base import EngineWrapper
+from polyturn.engines.request_limits import MAX_LOGPROB
 from polyturn.infra.deadline import CallWithDeadline, DeadlineError
 
 logger = logging.getLogger(__name__)
 
-MAX_LOGPROB = 1e-3
-"""Largest accepted log-probability: rounding may put it slightly above 0."""
 CLOSE_S = 60.0
 """Deadline for closing an engine, in seconds."""
 

@@ -126,7 +126,7 @@ def check_request(
 
 
 MAX_LOGPROB = 1e-3
-"""Largest accepted log-probability of a server: rounding may put it slightly above 0."""
+"""Largest accepted log-probability of an engine: rounding may put it slightly above 0."""
 
 
 def read_ids(values: Any, *, vocab_size: int, max_tokens: int) -> Ids:
