@@ -54,10 +54,15 @@ def described() -> str:
 
 
 def load_native(
-    path: Path | None, overrides: Sequence[str], *, defaults: Mapping[str, Any] | None = None, warns: bool = True
+    path: Path | None,
+    overrides: Sequence[str],
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    warns: bool = True,
+    flags: Sequence[str] = (),
 ) -> Loaded[RunConfig]:
     """Load a configuration with polyturn's keys, like `load_config`. The error for another library's file contains the
-    command to run it.
+    command to run it, with the flags `flags` of `train`.
 
     Raises:
         ConfigError: the file cannot be loaded.
@@ -74,7 +79,7 @@ def load_native(
         dialect, flag = find_dialect(name), f"--{name}"
         raise ConfigError(
             f"{path} has the keys of {dialect.title}, not polyturn's; add {flag}: "
-            f"{command('train', path, *overrides, flag)}"
+            f"{command('train', path, *overrides, flag, *flags)}"
             + (
                 ""
                 if dialect.migrate is None
@@ -105,8 +110,13 @@ def train_in_dialect(name: str, path: Path, overrides: Sequence[str], *, resume:
             raise
         raise ConfigError(
             f"{path} has polyturn's keys, not {find_dialect(name).title}'s; remove --{name}: "
-            f"{command('train', path, *overrides)}"
+            f"{command('train', path, *overrides, *flags_of(resume=resume, dry_run=dry_run))}"
         ) from problem
+
+
+def flags_of(*, resume: bool, dry_run: bool) -> list[str]:
+    """Return the flags of `train` for these parameters."""
+    return [flag for flag, is_set in (("--resume", resume), ("--dry-run", dry_run)) if is_set]
 
 
 def dialect_of(path: Path) -> str | None:

@@ -12,9 +12,10 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from polyturn.api.console import tell_start
 from polyturn.cli.arguments import Command, ConfigArgument, Overrides, declare, refuse_unused
 from polyturn.cli.console import Output, command, program
-from polyturn.cli.dialects import begin, described, load_native, spelled_out, train_in_dialect
+from polyturn.cli.dialects import described, flags_of, load_native, spelled_out, train_in_dialect
 from polyturn.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -99,11 +100,13 @@ def main(
         return
     if resume:
         _check_resumed(config, changes)
+    # Before slow imports, and without the keys of --nproc and --ray, which another library's config does not have.
+    loaded = load_native(config, changes, warns=False, flags=flags_of(resume=resume, dry_run=dry_run))
     changes += [] if nproc is None else [f"train.distributed.ranks={nproc}"]
     changes += [] if ray is None else [f"cluster.address={ray}"]
     if gpus is not None:
         return show_plan(config, changes, gpus=gpus, gpu_memory=gpu_memory, link=link)
-    begin(config, changes)
+    tell_start(loaded.config.name)
     run(config, changes, resume=resume, dry_run=dry_run, with_ids=ids)
 
 
@@ -113,7 +116,6 @@ def show_plan(path: Path, overrides: Sequence[str], *, gpus: int, gpu_memory: fl
     Raises:
         ConfigError: the layout does not fit; the message has the nearest layout that does.
     """
-    load_native(path, overrides, warns=False)
     from polyturn.api.folders import open_source
     from polyturn.build.gpu_plan import Gpus, columns, counted, demand_of, layout_of, require_fit
 

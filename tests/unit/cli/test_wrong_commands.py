@@ -437,6 +437,22 @@ def test_config_of_another_library_is_recognised(tmp_path: Path, text: str, flag
 
 
 @pytest.mark.parametrize(
+    ("words", "flags"),
+    [
+        ("--dry-run", "--verl --dry-run"),
+        ("--resume --dry-run", "--verl --resume --dry-run"),
+        ("--dry-run --gpus 8 --nproc 2", "--verl --dry-run"),
+    ],
+)
+def test_command_for_another_library_keeps_the_flags(config: Path, tmp_path: Path, words: str, flags: str) -> None:
+    other = tmp_path / "c.yaml"
+    other.write_text(THEIRS[0][0])
+    assert_refused(call("train", other, *words.split()), command("train", other, *flags.split()))
+    ours = [word for word in words.split()[:2] if word in ("--resume", "--dry-run")]
+    assert_refused(call("train", config, "--verl", *ours), command("train", config, *ours))
+
+
+@pytest.mark.parametrize(
     "text", ["trainer: {steps: 1}\n", "modle: {path: x}\n", "data: {trian: x}\nalgorithm: {}\ndefaults: []\n"]
 )
 def test_mistake_in_our_config_is_not_taken_for_another_library(tmp_path: Path, text: str) -> None:
