@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
 import os
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,6 +26,8 @@ from polyturn.core.errors import ConfigError
 if TYPE_CHECKING:
     from polyturn.api.evaluating import Evaluation
     from polyturn.evaluation.statistics import Statistics
+
+logger = logging.getLogger(__name__)
 
 
 @declare("eval")
@@ -68,6 +72,7 @@ def main(
         unset = [f"model.{name}=null" for name in ("init", "tokenizer", "lora")]
         changes = [f"model.path={json.dumps(path)}", *unset, *changes]
     source, resolved = open_source(config, changes)
+    _warn_of_sampling(changes, set_name=next(iter(source.config.evaluation.sets), "greedy"))
     if endpoint is None or model is None:
         _show(evaluate_sets(source, resolved, checkpoint=checkpoint), as_json=as_json)
         return
@@ -80,6 +85,18 @@ def main(
         max_tries=tries,
     )
     _show(evaluate_endpoint(source, resolved, served), as_json=as_json)
+
+
+def _warn_of_sampling(overrides: Sequence[str], *, set_name: str) -> None:
+    """Warn of overrides of the sampling in training, which evaluation sets do not use."""
+    section = "rollout.sampling"
+    keys = {one: one.partition("=")[0].strip().lstrip("+") for one in overrides}
+    written = [one for one, key in keys.items() if key == section or key.startswith(f"{section}.")]
+    if written:
+        instead = shlex.join(one.replace(section, f"evaluation.sets.{set_name}.sampling", 1) for one in written)
+        logger.warning(
+            "an evaluation set has its own sampling, so %s does not change it; write %s", shlex.join(written), instead
+        )
 
 
 def _show(evaluation: Evaluation, *, as_json: bool) -> None:

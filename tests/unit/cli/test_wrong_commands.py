@@ -452,6 +452,14 @@ def test_command_for_another_library_keeps_the_flags(config: Path, tmp_path: Pat
     assert_refused(call("train", config, "--verl", *ours), command("train", config, *ours))
 
 
+def test_eval_warns_of_the_sampling_of_training(config: Path, caplog: pytest.LogCaptureFixture) -> None:
+    overrides = ("rollout.sampling.temperature=0.5", "+rollout.sampling={top_k: 3}", "rollout.max_concurrent=2")
+    assert_refused(call("eval", config, *overrides, "evaluation.data.files=gone.jsonl"), "gone.jsonl")
+    (line,) = [message for message in caplog.messages if "does not change it" in message]
+    assert "evaluation.sets.greedy.sampling.temperature=0.5 '+evaluation.sets.greedy.sampling={top_k: 3}'" in line
+    assert "max_concurrent" not in line
+
+
 @pytest.mark.parametrize(
     "text", ["trainer: {steps: 1}\n", "modle: {path: x}\n", "data: {trian: x}\nalgorithm: {}\ndefaults: []\n"]
 )
