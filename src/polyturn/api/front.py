@@ -190,8 +190,8 @@ def rollout(
     from polyturn.api.given import GivenArguments
 
     own = {"model": model, "tasks": tasks, "tools": tools, "interaction": interaction, "reward": reward}
-    overrides = {"group_size": group_size, **overrides}
     arguments = GivenArguments.of(overrides, **own, config=config, eval_tasks=None, ray=None)
+    arguments = replace(arguments, former=({"group_size": group_size},))
     with _begun(arguments, reads=("train.group_size",)) as (source, resolved):
         from polyturn.api import rolling
         from polyturn.api.event_loop import run_beside

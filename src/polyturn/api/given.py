@@ -61,6 +61,8 @@ class GivenArguments:
     engine: Any = None
     ray: str | None = None
     config: Any = None
+    former: tuple[Mapping[str, Any], ...] = ()
+    """Keywords that `overrides` replace, weakest first, such as those of the calls that this one resumes."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
     evaluates: bool = False
     """Whether `eval_tasks` came from the caller's argument `tasks`."""
@@ -99,12 +101,14 @@ class GivenArguments:
             )
         ours = _own(changes)
         rest = {key: value for key, value in changes.items() if key not in ours}
-        return replace(self, **ours, overrides={**self.overrides, **rest, "name": name})
+        replaced = (*self.former, self.overrides)
+        former = tuple({key: value for key, value in one.items() if key not in rest} for one in replaced)
+        return replace(self, **ours, former=former, overrides={**rest, "name": name})
 
 
 def _own(keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keywords that are fields of `GivenArguments`, not keys of the configuration."""
-    fields = GivenArguments.__dataclass_fields__.keys() - {"overrides", "evaluates"}
+    fields = GivenArguments.__dataclass_fields__.keys() - {"former", "overrides", "evaluates"}
     return {name: value for name, value in keywords.items() if name in fields}
 
 
@@ -141,7 +145,7 @@ def read(arguments: GivenArguments, *, resume: bool | Literal["auto"] | None = N
         reader.scheduler(arguments.scheduler),
         {} if arguments.engine is None else {"engine": _engine(arguments.engine)},
         {} if arguments.ray is None else {"cluster": {"address": arguments.ray}},
-        reader.overrides(arguments.overrides),
+        *map(reader.overrides, (*arguments.former, arguments.overrides)),
     ):
         merge(values, part)
     if path is None and isinstance(about := values.get("model", {}), Mapping) and not {"path", "init"} & about.keys():

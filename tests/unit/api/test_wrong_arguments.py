@@ -292,6 +292,22 @@ def test_rollout_warns_only_of_keys_that_it_does_not_read(caplog: pytest.LogCapt
     assert "so train.passes has no effect" in caplog.text
 
 
+@pytest.mark.parametrize("given", [{"group_size": 4}, {"train.group_size": 4}, {"train": {"group_size": 4}}])
+def test_rollout_takes_the_group_size_of_any_keyword(
+    given: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sizes: list[int] = []
+
+    def record(source: Any, resolved: Any, **options: Any) -> Any:
+        sizes.append(source.config.train.group_size)
+        raise polyturn.ConfigError("recorded")
+
+    monkeypatch.setattr("polyturn.api.rolling.roll_out", record)
+    with pytest.raises(polyturn.ConfigError, match="recorded"):
+        polyturn.rollout("tiny", ROWS, **given)
+    assert sizes == [4]
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
@@ -484,7 +500,10 @@ def test_resumed_run_takes_arguments_and_keeps_its_place() -> None:
     given = GivenArguments(model="tiny", tasks=ROWS, overrides={"steps": 1, "lr": 0.5, "name": "mine"})
     changed = given.changed({"tasks": ["1 + 2?"], "reward": Score(), "steps": 2}, name="mine-2")
     assert (changed.tasks, type(changed.reward), changed.model) == (["1 + 2?"], Score, "tiny")
-    assert changed.overrides == {"steps": 2, "lr": 0.5, "name": "mine-2"}
+    again = changed.changed({"train": {"steps": 3}}, name="mine-2")
+    for arguments, steps in (changed, 2), (again, 3):
+        config = read(arguments)[0].config
+        assert (config.train.steps, config.train.optim.lr, config.name) == (steps, 0.5, "mine-2")
     for name in ("name", "out", "resume", "config"):
         with pytest.raises(polyturn.ConfigError, match=rf"so '{name}' cannot change; remove it"):
             given.changed({name: "other"}, name="mine")
