@@ -26,7 +26,8 @@ from polyturn.api.step_size import with_step_size
 from polyturn.config.config_source import ConfigSource, model_folder
 from polyturn.config.load import base_of, load_config
 from polyturn.config.models import RunConfig
-from polyturn.config.sources import merge
+from polyturn.config.schema import KeyPath, dotted
+from polyturn.config.sources import leaves, merge, nested
 from polyturn.core.errors import ConfigError, DataError
 from polyturn.core.reward import brief
 from polyturn.data.conversations import Conversation
@@ -389,15 +390,20 @@ class _Reader:
         """Convert keywords (sections, full keys, keys by their last name) to configuration.
 
         Raises:
-            ConfigError: no key, or several keys, match a name.
+            ConfigError: no key, or several keys, match a name; or two keywords set a key to different values.
         """
         values: dict[str, Any] = {}
+        setters: dict[KeyPath, tuple[str, Any]] = {}
         paths = paths_of(arguments)
         for name, path in sorted(paths.items(), key=lambda one: len(one[1])):  # a part before its options
-            tree = self.plain(self.with_rows(tuple(path), arguments[name]))
-            for part in reversed(path):
-                tree = {part: tree}
-            merge(values, tree)
+            section = self.plain(self.with_rows(tuple(path), arguments[name]))
+            for key, value in leaves(section, tuple(path)):
+                other, former = setters.setdefault(key, (name, value))
+                if former != value:
+                    raise ConfigError(
+                        f"{other!r} sets {dotted(key)} to {brief(former)}, and {name!r} to {brief(value)}; remove one"
+                    )
+            merge(values, nested(tuple(path), section))
         return values
 
 

@@ -198,6 +198,14 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "last name of a deep key": ({"max_cooldown_s": 3}, ["'max_cooldown_s'"]),
     "retired key": ({"reasoning_parser": "qwen3"}, ["'reasoning_parser'", "rollout.parser.reasoning"]),
     "wrong value": ({"steps": "many"}, ["train.steps is 'many'"]),
+    "two values of a key": (
+        {"steps": 5, "train.steps": 10},
+        ["'steps' sets train.steps to 5, and 'train.steps' to 10"],
+    ),
+    "section with another value": (
+        {"steps": 2, "train": {"steps": 1}},
+        ["'train' sets train.steps to 1, and 'steps' to 2"],
+    ),
     "no name": ({"name": ""}, ["name is ''", "out/name"]),
 }
 
