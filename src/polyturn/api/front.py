@@ -12,7 +12,7 @@ import contextlib
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, overload
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from polyturn.api.run import Run
     from polyturn.api.stepping import Steps
     from polyturn.config.config_source import ConfigSource
+    from polyturn.config.schema import KeyPath
 
 logger = logging.getLogger(__name__)
 
@@ -338,26 +339,34 @@ def _begun(
     """
     from polyturn.api.given import read
     from polyturn.api.keywords import path_of
+    from polyturn.config.schema import dotted
+    from polyturn.config.sources import leaves
 
     with _logs_shown():
         source, resolved = read(arguments, resume=resume)
         _announce(source)
-        keys = {name: path_of(name) for name in arguments.overrides if resume is None}
-        idle = [name for name, key in keys.items() if key[0] in _OF_TRAINING and ".".join(key) not in reads]
+        keywords = arguments.overrides if resume is None else {}
+        values = [(n, path, value) for n in keywords for path, value in leaves(keywords[n], tuple(path_of(n)))]
+        idle = dict.fromkeys(
+            dotted(path) if isinstance(keywords[n], Mapping) else n
+            for n, path, _ in values
+            if path[0] in _OF_TRAINING and dotted(path) not in reads
+        )
         if idle:
             instead = "; to sample a task several times: sets={'greedy': {'samples': 8}}" if "group_size" in idle else ""
             logger.warning("this run does not train, so %s has no effect%s", ", ".join(idle), instead)
         if arguments.evaluates:
-            _warn_of_sampling(arguments.overrides, set_name=next(iter(source.config.evaluation.sets), "greedy"))
+            _warn_of_sampling(values, set_name=next(iter(source.config.evaluation.sets), "greedy"))
         yield source, resolved
 
 
-def _warn_of_sampling(overrides: Mapping[str, Any], *, set_name: str) -> None:
-    """Warn of keywords for the sampling in training, which evaluation sets do not use."""
-    from polyturn.api.keywords import path_of
-    from polyturn.config.sources import leaves
+def _warn_of_sampling(values: Sequence[tuple[str, KeyPath, Any]], *, set_name: str) -> None:
+    """Warn of keywords for the sampling in training, which evaluation sets do not use.
 
-    values = [(n, path, value) for n in overrides for path, value in leaves(overrides[n], tuple(path_of(n)))]
+    Args:
+        values: (keyword, key, value) for each key that a keyword sets.
+        set_name: The name of an evaluation set, for the suggestion.
+    """
     sampling = {path[2]: (n, value) for n, path, value in values if path[:2] == ("rollout", "sampling") and path[2:]}
     if sampling:
         names = ", ".join(dict.fromkeys(n for n, _ in sampling.values()))

@@ -293,8 +293,10 @@ def test_path_of_tasks_may_have_spaces(tmp_path: Path) -> None:
     assert source.config.data.train.files == str(path)
 
 
-def test_rollout_warns_only_of_keys_that_it_does_not_read(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    given = {"train.group_size": 2, "train.passes": 2}
+@pytest.mark.parametrize("given", [{"train.group_size": 2, "train.passes": 2}, {"train": {"group_size": 2, "passes": 2}}])
+def test_rollout_warns_only_of_keys_that_it_does_not_read(
+    given: dict[str, Any], caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
     with pytest.raises(polyturn.PolyturnError):
         polyturn.rollout(tmp_path / "nowhere", ROWS, **given)
     assert "so train.passes has no effect" in caplog.text
