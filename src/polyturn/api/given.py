@@ -10,6 +10,7 @@ Common mistakes in notebooks, such as a generator that was already read, raise a
 from __future__ import annotations
 
 import functools
+import glob
 import inspect
 import os
 import re
@@ -256,15 +257,15 @@ class _Reader:
             return self.plain(value)  # type: ignore[no-any-return]
         value = checked(value, what)
         if isinstance(value, str | Path):
-            is_file = str(value).endswith(FILES) or os.path.isfile(value) or any(c in str(value) for c in "*?[")
-            return {**nothing, "files" if is_file else "dataset": _here(value)}
+            is_file = str(value).endswith(FILES) or os.path.isfile(value) or _is_pattern(str(value))
+            return {**nothing, **({"files": _files_here(value)} if is_file else {"dataset": _here(value)})}
         if callable(value) and not hasattr(value, "__getitem__"):
             name = getattr(value, "__name__", type(value).__name__)
             return self._tasks(called(value, what, name), what, split=split)
         rows = rows_of(value, what)
         if len(rows) and all(isinstance(row, str | Path) for row in rows):
             if all(str(row).endswith(FILES) for row in rows):
-                return {**nothing, "files": [_here(row) for row in rows]}
+                return {**nothing, "files": [_files_here(row) for row in rows]}
             rows = [{"prompt": str(row)} for row in rows]
         if not len(rows):
             raise DataError(f"{what} has no row; give at least one: {what}=[{{'prompt': '…'}}]")
@@ -429,6 +430,18 @@ def _here(path: str | Path) -> str:
     folder = Path(os.path.expanduser(path))
     is_file = str(path).endswith(FILES) or isinstance(path, Path)
     return str(folder.absolute()) if is_file or os.path.exists(folder) else str(path)
+
+
+def _files_here(path: str | Path) -> str:
+    """Return the absolute path of a file or pattern; brackets in the name of this folder do not become part of a pattern."""
+    files = os.path.expanduser(path)
+    if os.path.exists(files) or not _is_pattern(files):
+        return _here(path)
+    return str(Path(glob.escape(str(Path.cwd())), files))
+
+
+def _is_pattern(path: str) -> bool:
+    return any(c in path for c in "*?[")
 
 
 def _kind(value: Any) -> str:

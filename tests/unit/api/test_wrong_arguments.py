@@ -286,6 +286,18 @@ def test_polars_frame_is_read_as_rows() -> None:
     assert [one.ground_truth for one in build_train_tasks(source)] == [None, 1]
 
 
+@pytest.mark.parametrize("pattern", ["*.jsonl", ["row?.jsonl"], "*"])
+def test_pattern_of_tasks_is_of_a_folder_with_brackets(
+    pattern: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "runs [1]"
+    folder.mkdir()
+    (folder / "rows.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
+    monkeypatch.chdir(folder)
+    source, _ = read(GivenArguments(model="tiny", tasks=pattern))
+    assert len(build_train_tasks(source)) == 1
+
+
 def test_path_of_tasks_may_have_spaces(tmp_path: Path) -> None:
     path = tmp_path / "a folder with spaces" / "rows.jsonl"
     source, _ = read(GivenArguments(model="tiny", tasks=str(path)))
