@@ -145,7 +145,7 @@ def read(arguments: GivenArguments, *, resume: bool | Literal["auto"] | None = N
         reader.tools(arguments.tools),
         reader.reward(arguments.reward),
         reader.scheduler(arguments.scheduler),
-        {} if arguments.engine is None else {"engine": _engine(arguments.engine)},
+        {} if arguments.engine is None else {"engine": reader.plain(_engine(arguments.engine))},
         {} if arguments.ray is None else {"cluster": {"address": arguments.ray}},
         *map(reader.overrides, (*arguments.former, arguments.overrides)),
     ):

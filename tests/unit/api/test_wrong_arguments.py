@@ -449,6 +449,12 @@ def test_text_that_can_be_no_path_is_a_name() -> None:
         assert source.config.data.train is not None and source.config.data.train.dataset == name
 
 
+def test_section_of_an_engine_may_have_paths() -> None:
+    engine = {"kind": "vllm", "launch": {"python": Path("/opt/python")}}
+    config: Any = read(GivenArguments(model="tiny", tasks=ROWS, engine=engine))[0].config
+    assert config.engine.launch.python == "/opt/python"
+
+
 def test_interaction_needs_no_config() -> None:
     assert Customer().config == {}
     source, _ = read(GivenArguments(model="tiny", tasks=ROWS, interaction=Customer()))
