@@ -122,7 +122,10 @@ def train(
 
     own = {"model": model, "tasks": tasks, "tools": tools, "interaction": interaction, "reward": reward}
     arguments = GivenArguments.of(overrides, **own, eval_tasks=eval_tasks, config=config)
-    return _show_plan(arguments, resume=resume) if dry_run else _train(arguments, resume=resume, on_step=on_step)
+    if dry_run:
+        _called_each_step(on_step)  # raises if the callback could not be called
+        return _show_plan(arguments, resume=resume)
+    return _train(arguments, resume=resume, on_step=on_step)
 
 
 @_in_a_sentence

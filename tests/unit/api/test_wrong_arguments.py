@@ -182,6 +182,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "class that is not an environment": ({"env": Game}, ["`guess`", "`reset`"]),
     "async callback": ({"on_step": load}, ["on_step must not be async", "def on_step(step, metrics)"]),
     "callback without arguments": ({"on_step": lambda: None}, ["on_step", "def on_step(step, metrics)"]),
+    "async callback of a dry run": ({"on_step": load, "dry_run": True}, ["on_step must not be async"]),
     "text for a callback": ({"on_step": "print"}, ["on_step is 'print'"]),
     "no conversation": ({"warm_start": {"conversations": []}}, ["warm_start.conversations has no row"]),
     "row that is not a conversation": (
