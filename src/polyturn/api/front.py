@@ -324,7 +324,8 @@ def _run_of(finished: Any, arguments: Any, source: Any, *, on_step: OnStep | Non
     @_in_a_sentence
     def again(changes: Mapping[str, Any]) -> Run:
         name = name_of(finished.folder, source.config.out)
-        return _train(arguments.changed(changes, name=name), resume=True, on_step=on_step)
+        changed = arguments.changed({key: value for key, value in changes.items() if key != "on_step"}, name=name)
+        return _train(changed, resume=True, on_step=changes.get("on_step", on_step))
 
     return Run(finished.folder, model=finished.model, again=again)
 

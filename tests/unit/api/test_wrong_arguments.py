@@ -10,7 +10,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -536,6 +536,20 @@ def test_resumed_run_takes_arguments_and_keeps_its_place() -> None:
     for name in ("name", "out", "resume", "config"):
         with pytest.raises(polyturn.ConfigError, match=rf"so '{name}' cannot change; remove it"):
             given.changed({name: "other"}, name="mine")
+
+
+def test_resumed_run_takes_another_callback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    calls: list[str] = []
+
+    def run_training(source: Any, resolved: Any, options: Any) -> Any:
+        options.on_step(1, {})
+        return SimpleNamespace(folder=tmp_path, model=None)
+
+    monkeypatch.setattr("polyturn.api.training.run_training", run_training)
+    run = polyturn.train("tiny", ROWS, out=str(tmp_path.parent), on_step=lambda step, metrics: calls.append("first"))
+    run.resume(on_step=lambda step, metrics: calls.append("second")).resume()
+    assert calls == ["first", "second", "second"]
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
