@@ -73,9 +73,11 @@ class Run(StoredRun):
         """
         path = self.folder / "config.yaml"
         try:
-            loaded: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+            loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, yaml.YAMLError) as problem:
             raise DataError(f"{path} cannot be read: {one_line(problem)}") from problem
+        if not isinstance(loaded, dict):
+            raise DataError(f"{path} cannot be read: it does not contain keys with values")
         return loaded
 
     def model(self) -> PreTrainedModel:

@@ -523,6 +523,9 @@ def test_damaged_run_opens_and_each_read_says_what_is_wrong(tmp_path: Path) -> N
         with pytest.raises(polyturn.PolyturnError, match=says) as told:
             read_it()
         assert "\n" not in str(told.value)
+    (tmp_path / "config.yaml").write_text("")
+    with pytest.raises(polyturn.DataError, match=r"config\.yaml cannot be read"):
+        _ = polyturn.Run(tmp_path).config
 
 
 def test_resumed_run_takes_arguments_and_keeps_its_place() -> None:
