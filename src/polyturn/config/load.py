@@ -46,6 +46,8 @@ _BASE_LINE = "# Relative paths in it start at "
 """Start of the second line of a run's saved configuration, if its relative paths do not start at the run's folder."""
 _JOINED = re.compile(r"[A-Za-z_]\w*:(?!//).+")
 """A key written like `{top_p:0.9}`, without a space."""
+_REMOVAL = re.compile(r"~[A-Za-z_]")
+"""An override that removes a key in Hydra."""
 MAX_NAME = 1000
 """Largest length of a file's path, in characters, far below systems' limits."""
 
@@ -77,8 +79,9 @@ def load_config(
     Args:
         model: The pydantic model; unknown keys are errors at all levels.
         path: The YAML file; None for overrides only.
-        overrides: `key.path=value`, the value read as YAML; `+key=value` is the same. List entries have numbers as keys. An
-            override may also be a YAML file, which is merged at this point; its relative paths start at `path`'s folder.
+        overrides: `key.path=value`, the value read as YAML; `+key=value` and `++key=value` are the same. List entries have
+            numbers as keys. An override may also be a YAML file, which is merged at this point; its relative paths start at
+            `path`'s folder.
         defaults: Values that the file overrides.
         values: Values from a program, which override the file.
         warns: Warn about repeated overrides and keys without effect. False if the configuration is loaded again later.
@@ -263,7 +266,9 @@ def _named(model: type, path: KeyPath, at: Any) -> Any:
 
 def _override(model: type, sources: Sources, override: str) -> None:
     key, equals, text = override.partition("=")
-    key = key.strip().removeprefix("+")
+    key = key.strip().lstrip("+")
+    if _REMOVAL.match(key):
+        raise ConfigError(f"the override {override!r}: '~' removes no key; write {key[1:]}=null to unset it")
     if not equals or not key:
         lacks = "no '='" if not equals else "no key before '='"
         raise ConfigError(f"the override {override!r} has {lacks}; write it as key.path=value")

@@ -115,6 +115,7 @@ def test_file_overrides_given_defaults(tmp_path: Path) -> None:
     [
         ("steps=7", ("steps",), 7),
         ("+steps=7", ("steps",), 7),
+        ("++steps=7", ("steps",), 7),
         ("optim.lr=3e-4", ("optim", "lr"), 3e-4),
         ("note=null", ("note",), None),
         ("note=a=b", ("note",), "a=b"),
@@ -130,6 +131,10 @@ def test_override_is_a_yaml_value_at_a_dotted_key(tmp_path: Path, override: str,
     for step in path:
         found = getattr(found, step)
     assert found == value
+
+
+def test_override_that_removes_a_key_is_answered_with_null(tmp_path: Path) -> None:
+    refuses(lambda: load(tmp_path, "", "~optim.lr"), ConfigError, "'~optim.lr'", "write optim.lr=null")
 
 
 def test_override_reaches_into_a_list_and_a_dict(tmp_path: Path) -> None:
