@@ -15,6 +15,7 @@ import inspect
 import itertools
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,9 @@ from polyturn.data.sequences import TaskSequence
 from polyturn.infra.live import NameOrObject
 from polyturn.infra.plugins import import_attr
 from polyturn.interactions.registry import missing_interaction_name, unknown_interaction
+
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
+"""A character that JSON may contain and UTF-8 may not."""
 
 
 class Rows(Protocol):
@@ -305,7 +309,7 @@ def check_tasks(
         also: A further check, called with every valid task.
 
     Raises:
-        DataError: a row is invalid, a name is not configured, or two tasks have the same id.
+        DataError: a row is invalid, a name is not configured, two tasks have the same id, or an id cannot be written.
     """
     sources: Counter[str | None] = Counter()
     num_by_interaction: Counter[str | None] = Counter()
@@ -318,6 +322,11 @@ def check_tasks(
         where = f"{name}, task {task.id!r} ({at})"
         if seen.setdefault(task.id, index) != index:
             raise DataError(f"{where}: task number {seen[task.id]} has the same id; an id must be unique in its dataset")
+        for key, text in (("id", task.id), ("data_source", task.data_source or "")):
+            if (half := _HALF_PAIR.search(text)) is not None:
+                raise DataError(
+                    f"{where}: the {key} has half of a surrogate pair, {half[0]!a}, which is not a character; remove it"
+                )
         try:
             chosen, skipped = select_tools(task, tools)
         except DataError as problem:

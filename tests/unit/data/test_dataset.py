@@ -194,6 +194,12 @@ def test_two_tasks_may_not_share_an_id(tmp_path: Path) -> None:
         check_tasks(opened(tmp_path, {"id": "same"}, {"id": "same"}), tools=(), interactions=())
 
 
+@pytest.mark.parametrize("key", ["id", "data_source"])
+def test_half_of_a_surrogate_pair_in_an_id_is_refused(tmp_path: Path, key: str) -> None:
+    with pytest.raises(DataError, match=rf"line 1.: the {key} has half of a surrogate pair, '\\ud83d'"):
+        check_tasks(opened(tmp_path, {key: "a\ud83d"}), tools=(), interactions=())
+
+
 GENERATORS = """
 from polyturn.core.messages import Message
 from polyturn.core.task import Task
