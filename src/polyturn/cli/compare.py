@@ -35,13 +35,20 @@ def main(
             for store, folder in zip(stores, (a, b), strict=True)
         ]
         comparisons[name] = compare(newest[0].groups(), newest[1].groups(), success_at=success_at)
-    data = {"a": str(a), "b": str(b), "splits": {name: one.to_json() for name, one in comparisons.items()}}
+    problems = [
+        f"{folder / 'trajectories' / part} cannot be read ({reason})"
+        for store, folder in zip(stores, (a, b), strict=True)
+        for part, reason in store.problems.items()
+    ]
+    results = {name: one.to_json() for name, one in comparisons.items()}
+    data = {"a": str(a), "b": str(b), "splits": results, "problems": problems}
     written = b / f"compare-{a.resolve().name}.json"
     try:
         written.write_text(json.dumps(data, indent=2) + "\n")
         written_text = str(written)
     except OSError as problem:  # the run may belong to another user; the comparison is printed
-        written_text = f"nothing: {written} cannot be written ({problem.strerror})"
+        problems.append(f"{written} cannot be written ({problem.strerror})")
+        written_text = f"nothing: {problems[-1]}"
     out = Output()
     if as_json:
         out.text(json.dumps(data))

@@ -145,5 +145,9 @@ def test_command_compares_two_evaluations(tmp_path: Path):
     (tmp_path / "b" / "compare-a.json").mkdir()
     called = call_command(main, "compare", tmp_path / "a", tmp_path / "b")
     assert called.code == 0 and "B solves" in called.out and "compare-a.json cannot be written" in called.out
+    (tmp_path / "a" / "trajectories" / "part-00007.parquet").write_bytes(b"damaged")
+    called = call_command(main, "compare", tmp_path / "a", tmp_path / "b", "--json")
+    unread, unwritten = json.loads(called.out)["problems"]
+    assert called.code == 0 and "part-00007.parquet cannot be read" in unread and "cannot be written" in unwritten
     wrong = call_command(main, "compare", tmp_path / "a", tmp_path / "b", "--split", "eval/gredy")
     assert wrong.code == 2 and "eval/greedy" in wrong.err
