@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,8 +44,9 @@ class EvaluatedSet:
     statistics: Mapping[str, Statistics]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the result as data for JSON."""
-        return {**dataclasses.asdict(self.report), "statistics": {k: s.to_json() for k, s in self.statistics.items()}}
+        """Return the result as data for JSON, in which undefined shares are null."""
+        report = {k: None if math.isnan(v) else v for k, v in dataclasses.asdict(self.report).items()}
+        return {**report, "statistics": {k: s.to_json() for k, s in self.statistics.items()}}
 
 
 class Evaluation(NamedTuple):

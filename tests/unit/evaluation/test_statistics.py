@@ -12,11 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from polyturn.api.evaluating import EvaluatedSet
 from polyturn.cli.main import main
 from polyturn.core.errors import DataError
 from polyturn.core.generation import GenerateRequest
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.evaluation.compare import compare, flip_test, holm, sign_test
+from polyturn.evaluation.report import report
 from polyturn.evaluation.statistics import bootstrap, maj_at_k, pass_at_k, statistics
 from polyturn.rollout.pool import GroupSpec, RolloutPool
 from polyturn.store.parquet_store import ParquetStore
@@ -85,6 +87,13 @@ def test_statistics_by_source_and_turn_budget():
     assert everything.success.low < 0.5 < everything.success.high
     assert json.loads(json.dumps(everything.to_json()))["pass_at"]["2"]["mean"] == 0.75
     assert statistics([]) == {}
+
+
+def test_undefined_share_is_null_in_json():
+    (group,) = groups_of([["4"]])
+    evaluated = EvaluatedSet(report=report(group.trajectories), statistics=statistics([group]))
+    assert math.isnan(evaluated.report.valid_tool_calls)
+    assert json.loads(json.dumps(evaluated.to_json(), allow_nan=False))["valid_tool_calls"] is None
 
 
 def test_sign_test_is_binomial_and_holm_corrects():
