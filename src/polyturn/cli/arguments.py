@@ -51,7 +51,7 @@ class Command(TyperCommand):
 
     def _refuse_keys_as_options(self, args: Sequence[str]) -> None:
         """Raise for `--steps 5` in a command with overrides, and suggest `train.steps=5`."""
-        if not any(param.name == "overrides" for param in self.params):
+        if not any(param.name == "overrides" and param.param_type_name == "argument" for param in self.params):
             return
         known = {option for param in self.params for option in (*param.opts, *param.secondary_opts)}
         for position, arg in enumerate(takewhile(lambda arg: arg != "--", args)):

@@ -344,6 +344,8 @@ def test_unreachable_hub_is_asked_once(tmp_path: Path) -> None:
         ("serve --openai --model x --scheduler gym", "--scheduler has no effect with --openai"),
         ("serve --model x --record run", "--record has no effect"),
         ("eval config.yaml --tries 2", "--tries has no effect without --endpoint"),
+        # options of the command that another library's name is followed by
+        ("run-as nothing python x.py --lr 3", "there is no stand-in for 'nothing'"),
         # runs that are not there
         ("train --resume", "train runs/NAME --resume"),
         ("train runs/none --resume", "'runs/none'"),
