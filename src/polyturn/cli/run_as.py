@@ -20,7 +20,7 @@ from typing import Annotated
 import typer
 
 from polyturn.cli.arguments import declare
-from polyturn.core.errors import ConfigError, did_you_mean
+from polyturn.core.errors import ConfigError, did_you_mean, one_line
 from polyturn.infra.plugins import install_namespace
 from polyturn.infra.stand_in import StandIn, stand_ins
 
@@ -94,7 +94,13 @@ def run(name: str, command: Sequence[str], *, dry_run: bool = False, overrides: 
     program = shutil.which(command[0], path=environment["PATH"])
     if program is None:
         raise ConfigError(f"the command {command[0]!r} is not found; write polyturn run-as {name} -- python -m …")
-    os.execve(program, [command[0], *command[1:]], environment)
+    try:
+        os.execve(program, [command[0], *command[1:]], environment)
+    except OSError as problem:  # such as a script without a first line that names its program
+        raise ConfigError(
+            f"the command {command[0]!r} cannot be started ({one_line(problem)}); a script needs its program before it: "
+            f"polyturn run-as {name} -- {shlex.join(['bash', *command])}"
+        ) from problem
 
 
 def variables(name: str, environment: Mapping[str, str]) -> dict[str, str]:

@@ -133,6 +133,14 @@ def test_unknown_command_is_one_sentence():
     assert missing.code == 2 and "'no-such-program' is not found" in missing.err
 
 
+def test_script_without_a_program_is_one_sentence(tmp_path: Path):
+    script = tmp_path / "run.sh"
+    script.write_text("echo hi\n")
+    script.chmod(0o700)
+    called = call_command(main, "run-as", "verl", "--", script)
+    assert called.code == 2 and f"run-as verl -- bash {script}" in called.err
+
+
 @pytest.mark.parametrize("is_checkout", [False, True])
 def test_children_find_verl_and_keep_their_exit_code(tmp_path: Path, is_checkout: bool):
     (tmp_path / "own.py").write_text(
