@@ -171,6 +171,8 @@ def harbor(
     from polyturn.environments.harbor_task import read_task, task_folders
     from polyturn.sandbox import SandboxSpec
 
+    if host_programs and backend != "bubblewrap":
+        raise ConfigError(f"--host-programs has no effect with --backend {backend}; remove it, or use --backend bubblewrap")
     spec = SandboxSpec(backend=backend, network=network)
     table = Table("task", "steps", "image", "cpus", "memory", "agent", "verifier", "", box=None, pad_edge=False)
     reasons: list[str] = []

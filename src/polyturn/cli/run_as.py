@@ -19,7 +19,7 @@ from typing import Annotated
 
 import typer
 
-from polyturn.cli.arguments import declare
+from polyturn.cli.arguments import declare, refuse_unused
 from polyturn.core.errors import ConfigError, did_you_mean, one_line
 from polyturn.infra.plugins import install_namespace
 from polyturn.infra.stand_in import StandIn, stand_ins
@@ -43,6 +43,7 @@ exec {command} "$@"
 
 @declare("run-as", takes_unknown_options=True)
 def main(
+    context: typer.Context,
     name: Annotated[str, typer.Argument(metavar="NAME", help="The library that polyturn stands in for.")],
     words: Annotated[
         list[str] | None, typer.Argument(metavar="-- COMMAND...", help="The command, as for that library.")
@@ -60,6 +61,7 @@ def main(
 ) -> None:
     """Run another library's command with polyturn in its place."""
     if with_runtime_env:
+        refuse_unused(context, {"name", "with_runtime_env"}, here="with --runtime-env")
         print(json.dumps(runtime_env(name, os.environ)))
     else:
         run(name, words or [], dry_run=dry_run, overrides=overrides or [])

@@ -62,7 +62,11 @@ def main(
     ] = None,
 ) -> None:
     """List the runs of a folder, or a run's trajectories, or show one."""
+    if None not in (named, trajectory) and named != trajectory:
+        raise ConfigError(f"--trajectory {named} and {trajectory} are two trajectories; show one of them")
     trajectory = named or trajectory
+    if trajectory is not None and limit is not None:
+        raise ConfigError("-n sets the length of a list, and one trajectory is shown; remove it")
     if tokens and trajectory is None:
         raise ConfigError("--tokens shows one trajectory; give its id from the list of `polyturn show RUN`")
     if trajectory is None and split is None and step is None and where is None and _holds_runs(folder):

@@ -10,7 +10,15 @@ from typing import Annotated
 
 import typer
 
-from polyturn.cli.arguments import AllowHosts, HostOption, PageTokenFile, PortOption, RateLimitOption, declare
+from polyturn.cli.arguments import (
+    AllowHosts,
+    HostOption,
+    PageTokenFile,
+    PortOption,
+    RateLimitOption,
+    declare,
+    refuse_unused,
+)
 from polyturn.cli.console import Output
 from polyturn.cli.listening import ServeOptions, needing, show_page
 from polyturn.core.errors import ConfigError, DataError
@@ -20,6 +28,7 @@ from polyturn.store.run_folders import find_runs
 
 @declare("view")
 def main(
+    context: typer.Context,
     runs: Annotated[
         list[Path] | None, typer.Argument(metavar="[RUN]...", help="Folders of runs, or a folder that contains runs.")
     ] = None,
@@ -40,6 +49,7 @@ def main(
     if terminal:
         if desk is None or folders:
             raise ConfigError("--terminal only answers the conversations of --desk FOLDER; remove the runs")
+        refuse_unused(context, {"desk", "terminal"}, here="with --terminal")
         run_terminal(desk)
         return
     options = ServeOptions(

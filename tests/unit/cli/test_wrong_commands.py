@@ -344,6 +344,12 @@ def test_unreachable_hub_is_asked_once(tmp_path: Path) -> None:
         ("serve --openai --model x --scheduler gym", "--scheduler has no effect with --openai"),
         ("serve --model x --record run", "--record has no effect"),
         ("eval config.yaml --tries 2", "--tries has no effect without --endpoint"),
+        ("view --desk desk --terminal --port 3", "--port has no effect with --terminal"),
+        ("run-as verl --runtime-env --dry-run", "--dry-run has no effect with --runtime-env"),
+        ("run-as verl --runtime-env -- python x.py", "python x.py has no effect with --runtime-env"),
+        ("data harbor empty --host-programs", "--host-programs has no effect with --backend podman"),
+        ("show runs/none g0/0 --trajectory g0/1", "--trajectory g0/1 and g0/0 are two trajectories"),
+        ("show runs/none g0/0 -n 3", "-n sets the length of a list"),
         # options of the command that another library's name is followed by
         ("run-as nothing python x.py --lr 3", "there is no stand-in for 'nothing'"),
         # runs that are not there
