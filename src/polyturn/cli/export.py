@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from safetensors import SafetensorError, safe_open
@@ -63,6 +63,7 @@ def main(
     hub = None if push_to is None else _sign_in(push_to)
     is_whole = (model / "config.json").is_file()
     if is_whole:
+        _read_json(model / "config.json")
         _require_weights(model)
         if dtype is not None and not any(model.glob("*.safetensors")):
             raise ConfigError(f"--dtype converts only safetensors files, and {model} has none; remove --dtype")
@@ -140,9 +141,10 @@ def _dtype_of_origin(source: Path) -> str | None:
 
     try:
         path, base = _config_of(source), base_of(_config_of(source))
-        origin = read_yaml(path).get("model", {}).get("path")
+        section = read_yaml(path).get("model")
     except ConfigError:  # a folder outside a run
         return None
+    origin = section.get("path") if isinstance(section, dict) else None  # the file may be another program's
     if not isinstance(origin, str):
         return None
     folder = base / origin
@@ -157,12 +159,26 @@ def _dtype_of_origin(source: Path) -> str | None:
 
 def _dtype_of(model: Path) -> str | None:
     """Return the dtype in a model's config; None without one."""
-    config = model / "config.json"
-    if not config.is_file():
+    if not (model / "config.json").is_file():
         return None
-    about = json.loads(config.read_text(encoding="utf-8"))
+    about = _read_json(model / "config.json")
     dtype = about.get("dtype") or about.get("torch_dtype")
     return dtype if isinstance(dtype, str) and dtype in DTYPES else None
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file of a model.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    try:
+        about = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as problem:  # a file in another encoding raises a ValueError, too
+        raise CheckpointError(f"{file} cannot be read ({one_line(problem)}); copy the model again") from problem
+    if not isinstance(about, dict):
+        raise CheckpointError(f"{file} does not contain a JSON object; copy the model again")
+    return about
 
 
 def _cast(model: Path, dtype: str) -> None:
@@ -188,7 +204,7 @@ def _cast(model: Path, dtype: str) -> None:
         about["metadata"] = {**about.get("metadata", {}), "total_size": num_bytes}
         index.write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
     config = model / "config.json"
-    about = json.loads(config.read_text(encoding="utf-8"))
+    about = _read_json(config)
     config.write_text(json.dumps({**about, "dtype": dtype}, indent=2) + "\n", encoding="utf-8")
 
 
@@ -213,7 +229,7 @@ def _merge(model: Path, out: Path, *, config: Path) -> None:
     source, _ = open_source(config, [])
     own = source.config.model
     # Paths in a run's config are relative to the original config; the adapter has the resolved path of its base model.
-    base = json.loads((model / CONFIG_FILE).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    base = _read_json(model / CONFIG_FILE).get("base_model_name_or_path")
     if own.path is not None and base and not (source.base / str(own.path)).is_dir() and Path(base).is_dir():
         source = replace(source, config=source.config.model_copy(update={"model": own.model_copy(update={"path": base})}))
     codec = load_codec(str(model))

@@ -52,10 +52,15 @@ def test_merged_adapter_of_a_vision_model_has_its_processor(tmp_path: Path, monk
 def test_model_with_damaged_weights_is_not_exported(tmp_path: Path) -> None:
     model, out = tmp_path / "step-000001" / "model", tmp_path / "out"
     model.mkdir(parents=True)
+    for damaged in ("{", "[]"):
+        (model / "config.json").write_text(damaged)
+        refused = call_command(main, "export", model.parent, "-o", out)
+        assert refused.code == 2 and f"{model / 'config.json'}" in refused.err and "copy the model again" in refused.err
     (model / "config.json").write_text("{}")
     refused = call_command(main, "export", model.parent, "-o", out)
     assert refused.code == 2 and f"there are no weights in {model}" in refused.err
     save_file({"w": torch.zeros(8)}, model / "model.safetensors")
+    (tmp_path / "config.yaml").write_text("model: one of another program\n")
     assert call_command(main, "export", model.parent, "-o", out).code == 0
     whole = (out / "model.safetensors").read_bytes()
     (model / "model.safetensors").write_bytes(whole[:-4])
