@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import io
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -132,6 +133,9 @@ def prepare_process() -> None:
     # Spin time of idle threads of the math library, read when torch is loaded. With the long default, two runs on one
     # machine stall each other (benchmarks/README.md, "Two threads").
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")  # the encoding may lack characters of a text, such as an arrow
     log_to_console(log_level(os.environ))
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 import os
 import shlex
@@ -24,9 +25,9 @@ from polyturn import build
 from polyturn.api import training
 from polyturn.build import parts as parts_module
 from polyturn.cli.arguments import Command
-from polyturn.cli.console import command, program
+from polyturn.cli.console import Output, command, program
 from polyturn.cli.listening import ServeOptions
-from polyturn.cli.main import app, main
+from polyturn.cli.main import app, main, prepare_process
 from polyturn.cli.serve_openai import unused_keys
 from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
@@ -373,6 +374,15 @@ def test_wrong_arguments_are_refused(config: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(config.parent)
     Path("empty").mkdir()
     assert_refused(call(*words.split()), said)
+
+
+def test_character_that_the_encoding_lacks_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="ascii"))
+    prepare_process()
+    Output().fact("reward", "0 → 1")
+    sys.stdout.flush()
+    assert b"reward         0 \\u2192 1" in written.getvalue()
 
 
 def test_every_command_refuses_an_option_given_twice() -> None:
