@@ -166,7 +166,8 @@ def overrides_of(
         "plugins": list(plugins) or None,
         "engine.kind": engine,
     }
-    return [f"{key}={json.dumps(value)}" for key, value in values.items() if value is not None]
+    own = [] if model is None else ["model.init=null", "model.tokenizer=null"]  # the config's belong to its model
+    return [*(f"{key}={json.dumps(value)}" for key, value in values.items() if value is not None), *own]
 
 
 def _model(model: str, config: Path | None) -> str:

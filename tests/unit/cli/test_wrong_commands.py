@@ -28,6 +28,7 @@ from polyturn.cli.arguments import Command
 from polyturn.cli.console import Output, command, program
 from polyturn.cli.listening import ServeOptions
 from polyturn.cli.main import app, main, prepare_process
+from polyturn.cli.serve import overrides_of
 from polyturn.cli.serve_openai import unused_keys
 from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
@@ -295,6 +296,12 @@ def test_keys_that_agents_decide_are_named_when_served() -> None:
     keys = ["rollout.tools.functions=['a.py:b']", "rollout.scheduler=single_turn", "model.path=none"]
     assert unused_keys(load_config(RunConfig, None, keys).config) == ["rollout.tools.functions", "rollout.scheduler"]
     assert unused_keys(load_config(RunConfig, None, ["model.path=none"]).config) == []
+
+
+def test_served_model_replaces_that_of_the_config(config: Path) -> None:
+    flags = overrides_of(model="none/x", scheduler=None, max_turns=None, plugins=[], engine=None, config=config)
+    model = load_config(RunConfig, config, flags).config.model
+    assert (model.path, model.init, model.tokenizer) == ("none/x", None, None)
 
 
 @pytest.mark.parametrize("name", ["smolm2", "Qwen/Qwen3-0.6B"])
