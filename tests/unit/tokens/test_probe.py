@@ -85,13 +85,6 @@ def test_template_that_cannot_work_is_refused(template: str | None, key: str) ->
     refuses(lambda: found.require(), TemplateError, key)
 
 
-def test_model_that_could_not_end_a_turn_is_refused() -> None:
-    tokenizer = tiny_tokenizer()
-    tokenizer.eos_token = None
-    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
-    refuses(probe_template(Codec(tokenizer, chat_template=template)).require, TemplateError, "eos_token")
-
-
 @pytest.mark.parametrize("takes_system", [False, True])
 def test_dialogues_have_a_system_message_where_it_is_taken(takes_system: bool) -> None:
     tried = list(dialogues(CODEC, tools=TOOLS, takes_system=takes_system))
