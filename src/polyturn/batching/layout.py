@@ -106,8 +106,7 @@ class MicroBatch:
     packing: Packing | None = None
     """The attention mask of rows that lie end to end (`input_ids_BT` is [1, N]); None for padded rows."""
     is_padding: bool = False
-    """True if this micro-batch only gives the rank as many forward passes as the other ranks: all coefficients are 0, and
-    metrics skip it."""
+    """True if it only evens out the ranks' numbers of forward passes: all coefficients are 0, and metrics skip it."""
     read: ReadTargets | None = None
     """Targets and tokens of observations; None without an observation loss."""
 
@@ -152,7 +151,7 @@ def layout(
     """Lay `samples` out as micro-batches.
 
     Args:
-        samples: The samples of one optimizer step. A sample gets no row if no loss predicts any of its tokens.
+        samples: The samples of one optimizer step. A sample gets no row if none of its tokens enters a loss.
         coefs: For each sample [T] the coefficient of each token's loss, from `loss_coefs`.
         settings: The size of a micro-batch and how samples lie in it.
         batches: One rank's share of a `MicroBatchPlan`; None plans for a single rank.

@@ -74,8 +74,7 @@ class PlannedBatch:
     cost: int
     """Number of tokens that its forward pass computes, padding included."""
     is_padding: bool = False
-    """True if it only gives the rank as many forward passes as the other ranks: its targets have weight 0, and metrics skip
-    them."""
+    """True if it only evens out the ranks' numbers of forward passes: its targets have weight 0, and metrics skip them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,12 +89,12 @@ class MicroBatchPlan:
 
 
 def input_lengths(samples: Sequence[TrainSample]) -> list[int]:
-    """Return for each sample the number of tokens that the model reads: all before the last token that a loss predicts."""
+    """Return for each sample the number of tokens that the model reads: all before the last token that enters a loss."""
     return [int(tokens[-1]) if len(tokens := predicted(sample)) else 0 for sample in samples]
 
 
 def predicted(sample: TrainSample) -> NDArray[np.int64]:
-    """Return the indices of the tokens that a loss predicts: tokens with a weight, and observations if a loss uses them."""
+    """Return the indices of the tokens that enter a loss: tokens with a weight, and observations if a loss uses them."""
     is_read = sample.loss_weights != 0
     return np.flatnonzero(is_read if sample.observed is None else is_read | (sample.observed != 0))
 
@@ -104,7 +103,7 @@ def plan(samples: Sequence[TrainSample], *, settings: LayoutSettings, num_ranks:
     """Plan the micro-batches of one optimizer step.
 
     Args:
-        samples: The samples of the step, for all ranks. A sample is left out if no loss predicts any of its tokens.
+        samples: The samples of the step, for all ranks. A sample is left out if none of its tokens enters a loss.
         settings: The size of a micro-batch and how samples lie in it.
         num_ranks: Number of ranks. Rank r lays out its share with `layout(samples, coefs=…, settings=…,
             batches=plan.ranks[r])`.

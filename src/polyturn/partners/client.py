@@ -1,4 +1,4 @@
-"""ChatClient: sends requests to an OpenAI-compatible endpoint, for the engine of served models, partners and players.
+"""ChatClient: sends requests to an OpenAI-compatible endpoint, for `ChatEngine`, partners and players.
 
     POST URL/chat/completions {"model", "messages", …}   ->   the answer's JSON
 
@@ -190,7 +190,7 @@ class ChatClient:
     def _learns_from(self, refusal: str, length_name: str, has_seed: bool) -> bool:
         """Stop sending a parameter that the server refuses; return whether to retry the request without it.
 
-        `length_name` and `has_seed` describe the refused request: a concurrent one may have learned the same meanwhile.
+        `length_name` and `has_seed` are those of the refused request; another refusal may have changed the client's.
         """
         if "max_completion_tokens" in refusal and length_name == "max_tokens":
             self._length_name = "max_completion_tokens"

@@ -1,4 +1,4 @@
-"""Metrics of a pass's routers: the balance of the experts' load, and the difference from the engine's choice.
+"""Metrics of a pass's routers: balance of the experts' load, and choices that differ from the engine's.
 
 They are computed from the records of `engines/routers.py`, and stay on the device until the end of the step.
 """
@@ -36,10 +36,10 @@ def router_figures(routing: RoutingPass, batch: MicroBatch, *, with_grad: bool, 
     """Return the balance loss of the routers, and the metrics of the pass.
 
     Args:
-        routing: The pass, still open.
+        routing: The routers' choices.
         batch: The micro-batch of the pass.
         with_grad: Whether the balance loss needs a gradient.
-        replays: Whether routes are replayed, so that a missing one is counted.
+        replays: Whether to add the metrics of replayed routes.
     """
     row_S = sequence_of_targets(batch)
     # Keep a graph over the logits of all layers only if the balance is part of the loss.
@@ -56,8 +56,7 @@ def sequence_of_targets(batch: MicroBatch) -> Tensor:
 
 
 def tokens_of_sequences(batch: MicroBatch) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return [M] the indices on axis N of the tokens of all sequences (shared tokens once per sequence), and [M] their
-    sequences."""
+    """Return [M] the flat index of each token of each sequence (shared tokens once per sequence), and [M] its sequence."""
     row_M = np.repeat(np.arange(len(batch.row_indices)), [len(p) for p in batch.row_indices])
     return np.concatenate(batch.row_indices), row_M
 

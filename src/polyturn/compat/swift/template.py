@@ -1,4 +1,4 @@
-"""swift.template: names for plug-ins' annotations, and the template of a scheduler's engine."""
+"""swift.template: annotation types for plug-ins, and a scheduler's `infer_engine.template`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Prompt = list[Word]
 
 
 class ContextType(StrEnum):
-    """The kind of a piece of a conversation; loss-scale strategies are called for responses."""
+    """The kind of a piece of a conversation; loss-scale strategies only get responses."""
 
     RESPONSE = "response"
     SUFFIX = "suffix"
@@ -41,7 +41,7 @@ class Template:
 
     @property
     def processor(self) -> Any:
-        """The tokenizer; schedulers use this name for a processor."""
+        """The tokenizer; schedulers of vision models use this name."""
         return self.tokenizer
 
     def _get_response_prefix(self, inputs: Any = None) -> str:

@@ -1,11 +1,11 @@
 """Links for vLLM's weight transfer, to any number of servers at once.
 
     init_weight_transfer_engine                    once: the trainer and the workers of all servers make a group
-    start -> update_weights -> finish              each time: calls with names, each with a broadcast
+    start -> update_weights -> finish              per sync: calls name tensors, broadcasts send them
 
-`VllmLink` goes through these phases over gloo (`server_side/polyturn_vllm_gloo.py` in the servers) and nccl. For nccl, the
-trainer's end of the group is the communicator of the package `vllm`. Over ipc there is no group: the trainer engine of that
-package sends handles of the trainer's memory, and `VllmMemoryLink` passes the engine's calls on to every server.
+`VllmLink` goes through these phases over gloo or nccl. For gloo, the servers load `server_side/polyturn_vllm_gloo.py`. For
+nccl, the trainer's end of the group is vLLM's communicator. Over ipc there is no group: vLLM's trainer engine sends handles
+of the trainer's memory, and `VllmMemoryLink` passes this engine's calls on to every server.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class VllmLink(GroupLink):
 
 
 class VllmGroup(WeightGroup):
-    """The trainer's membership of a group over nccl, by vLLM's communicator."""
+    """The trainer's membership of an nccl group, with vLLM's communicator."""
 
     def _open_store(self) -> int:
         with socket.socket(socket.AF_INET6 if ":" in self.host else socket.AF_INET) as probe:
@@ -79,14 +79,14 @@ class VllmGroup(WeightGroup):
         torch.cuda.synchronize(self.device)  # before the optimizer changes the tensors
 
     def _abort(self, group: Any) -> None:
-        group.destroy()  # aborts
+        group.destroy()  # ncclCommAbort
 
     def _destroy(self, group: Any) -> None:
         group.destroy()
 
 
 class VllmMemoryLink:
-    """A link over ipc to servers on the GPU of this process, which trains; implements `TransferLink`."""
+    """A link over ipc from the training process to servers on its GPU; implements `TransferLink`."""
 
     def __init__(self, servers: Sequence[TransferServer]) -> None:
         self._source = _Source()
