@@ -6,6 +6,7 @@ failed.
 
     python benchmarks/flaky.py                  20 runs: about three hours on two cores
     python benchmarks/flaky.py --runs 2         one run alone, one beside the busy processes
+    python benchmarks/flaky.py --runs 2 --busy  both beside the busy processes
     python benchmarks/flaky.py tests/unit/infra tests/unit/tools
 
 The last line is JSON: {"runs": 20, "busy_runs": 10, "reds": 0, "names": {}, "median_s": 460.1, "busy_median_s": 1203.5}
@@ -86,12 +87,13 @@ def main() -> None:
     parser.add_argument("paths", nargs="*", help="files or folders of tests; all by default")
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--busy", action="store_true", help="run all of them beside the busy processes")
     arguments = parser.parse_args()
     names: Counter[str] = Counter()
     seconds: dict[bool, list[float]] = {False: [], True: []}
     reds = 0
     for number in range(arguments.runs):
-        is_busy = number % 2 == 1
+        is_busy = arguments.busy or number % 2 == 1
         print(f"run {number + 1} of {arguments.runs}{', beside busy processes' if is_busy else ''}", flush=True)
         with busy(NUM_BUSY if is_busy else 0):
             took_s, failed = run(arguments.paths, arguments.processes)
