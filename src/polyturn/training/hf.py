@@ -171,8 +171,13 @@ def load_unread(
 
 
 def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a copy that shares no memory with `model` and needs no gradients, with an adapter merged."""
+    """Return a copy that shares no memory with `model` and needs no gradients, with an adapter merged.
+
+    Raises:
+        ConfigError: the adapter changes one of two tied weights.
+    """
     if lora.has_lora(model):
+        lora.require_untied(model)
         with torch.random.fork_rng():  # initialisation draws random weights, which are overwritten
             plain: PreTrainedModel = type(model)(model.config)
         copied = plain.to(model.device)  # type: ignore[arg-type]  # a mixin hides the signature

@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -148,6 +149,22 @@ def _weight_of(name: str, layer: Any) -> str:
 def base_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return the live weights without the adapter, under the names of the model without an adapter."""
     return {plain_name(name): value.detach() for name, value in model.state_dict().items() if ".lora_" not in name}
+
+
+def require_untied(model: nn.Module) -> None:
+    """Raise if the adapter changes a weight that shares its tensor with another: merged, the two would differ.
+
+    Raises:
+        ConfigError: with the name of the module.
+    """
+    weights = base_weights(model)
+    shared = Counter(weight.data_ptr() for weight in weights.values())
+    for name, layer in adapted_layers(model).items():
+        if shared[weights[_weight_of(name, layer)].data_ptr()] > 1:
+            raise ConfigError(
+                f"model.lora adapts {name}, whose weight the model also uses elsewhere (tie_word_embeddings), so a copy of "
+                "the policy cannot hold the adapted weight; remove it from model.lora.target_modules"
+            )
 
 
 def merged_weights(model: nn.Module) -> dict[str, Tensor]:

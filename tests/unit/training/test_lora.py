@@ -249,6 +249,18 @@ def test_adapter_of_an_embedding_is_kept(tmp_path: Path):
         assert torch.equal(logits(again.backend.model), logits(model))
 
 
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_copy_of_a_policy_holds_an_adapted_embedding_unless_it_is_tied(is_tied: bool):
+    model = hf.build_model({**tiny_model(VOCAB, hidden=16).config.to_dict(), "tie_word_embeddings": is_tied}, seed=0)
+    lora.add_lora(model, lora.LoraSettings(rank=2, target_modules=["embed_tokens"]))
+    trained = train(policy(model)).backend.model.eval()
+    if is_tied:
+        with pytest.raises(ConfigError, match=r"model\.lora adapts model\.embed_tokens, .*tie_word_embeddings"):
+            hf.frozen_copy(trained)
+    else:
+        assert torch.allclose(logits(hf.frozen_copy(trained)), logits(trained), atol=1e-5)
+
+
 def test_unknown_target_modules_are_refused():
     with pytest.raises(ConfigError, match=r"does not fit this model.*its linear modules are down_proj, gate_proj"):
         adapted(target_modules=["query"])
