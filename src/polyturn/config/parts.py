@@ -4,8 +4,8 @@
     loss: {name: gspo, clip_high: 4.0e-4}                 with the options of this loss
 
 The options of each built-in part are a dataclass, chosen by `name`. A user's part is an `OwnPart`, whose further keys are
-its arguments. `PART` names the part in messages and marks its keys, which are listed separately from the keys of every run.
-The string under a field describes the key in the reference, in `polyturn config` and in errors.
+its arguments. `PART`, set on options, labels their keys in the reference and in `polyturn config`. The string under
+a field describes the key in the reference, in `polyturn config` and in errors.
 """
 
 from __future__ import annotations

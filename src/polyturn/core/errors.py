@@ -85,7 +85,7 @@ class InteractionError(PolyturnError, RuntimeError):
 
 
 class SchedulerError(PolyturnError, RuntimeError):
-    """A scheduler or environment raised, or returned an unknown form. The trajectory fails; the run continues."""
+    """A scheduler or environment raised, or returned invalid values. The trajectory fails; the run continues."""
 
 
 class ToolUnavailableError(PolyturnError, RuntimeError):
@@ -98,7 +98,7 @@ class RewardError(PolyturnError, RuntimeError):
 
 
 class RolloutError(PolyturnError, RuntimeError):
-    """The run cannot continue: too many trajectories failed or plug-in calls hang, or a plug-in stopped the event loop."""
+    """The run must end: too many failed trajectories or hung plug-in calls, or an event loop stopped by a plug-in."""
 
 
 class TrainingError(PolyturnError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Passages: reads the texts to search from a user's files and stores them for access by number.
+"""Passages: reads searchable texts from a user's files and stores them for access by number.
 
     {"id": "7", "contents": "Oslo\\nOslo is …"}            one per line; the first line of the contents is the title
     {"id": 7, "title": "Oslo", "text": "Oslo is …"}       the same

@@ -14,7 +14,7 @@ from functools import cache
 MEANINGS: dict[str, str] = {
     # rollout
     "rollout/turns": "Mean number of turns of a trajectory.",
-    "rollout/success": "Share of the scored trajectories whose outcome reached 1.",
+    "rollout/success": "Share of scored trajectories whose `outcome` reached 1.",
     "rollout/failed": "Share of trajectories that failed; they are left out of the loss.",
     "rollout/cut": "Share of trajectories that a limit on tokens, context or time cut short.",
     "rollout/out_of_turns": "Share of trajectories that used up their turns (`max_turns`, `max_user_turns`, or the "
@@ -28,7 +28,7 @@ MEANINGS: dict[str, str] = {
     "rollout/segments": "Mean number of segments of a trajectory; above 1 if histories are edited or branch.",
     "rollout/segmented": "Share of trajectories of more than one segment.",
     "rollout/forks": "Branches of episodes, forked by schedulers or agents.",
-    "rollout/user_tokens": "Tokens of simulated users, at endpoints or as further policies, including prompts.",
+    "rollout/user_tokens": "Tokens of simulated users (endpoints or further policies), including prompts.",
     "rollout/tool_calls": "Tool calls.",
     "rollout/loop_blocked": "Times that an async plug-in blocked the event loop and so all episodes; the log names the "
     "plug-in.",
@@ -44,7 +44,7 @@ MEANINGS: dict[str, str] = {
     "reward/std": "Mean standard deviation (unbiased) of the total rewards of a group.",
     "reward/greedy": "Mean reward of the greedy rollouts that `remax` uses as baseline.",
     "reward/judge_tokens": "Tokens used by judges, as counted by their endpoints.",
-    "reward/<component>": "Mean of a component of the reward, before weighting, or of a number of its function.",
+    "reward/<component>": "Mean of a reward component, before weighting, or of a number its function returned.",
     # tokens
     "tokens/sampled": "Tokens that the policy sampled.",
     "tokens/prefilled": "Prompt and observation tokens that the engine processed, excluding cached ones.",
@@ -71,7 +71,7 @@ MEANINGS: dict[str, str] = {
     "tokens/dropped_rejected": "Weighted tokens that the off-policy correction rejected.",
     "tokens/dropped_<reason>": "Sampled tokens of groups that were dropped before training, for this reason.",
     # buffer
-    "buffer/groups": "Groups that reached the update.",
+    "buffer/groups": "Groups reaching the filters.",
     "buffer/groups_kept": "Groups that were trained.",
     "buffer/groups_all_failed": "Groups left out because every trajectory failed.",
     "buffer/groups_one_left": "Groups left out because all trajectories except one failed, so there is no comparison.",
@@ -212,10 +212,10 @@ MEANINGS: dict[str, str] = {
     "policies/<name>/version": "The step of the weights that this copy of the trained policy has.",
     # evaluation
     "eval/<set>/num_trajectories": "Trajectories of the evaluation set.",
-    "eval/<set>/success": "Share of the trajectories whose outcome reached 1.",
+    "eval/<set>/success": "Share of trajectories whose `outcome` reached 1.",
     "eval/<set>/first_turn_success": "Share of the trajectories that succeeded in the first turn.",
-    "eval/<set>/repaired": "Share of successes among trajectories with an earlier attempt that the interaction rejected.",
-    "eval/<set>/num_repairable": "Trajectories with an attempt that the interaction rejected.",
+    "eval/<set>/repaired": "Success rate of trajectories in which the interaction rejected a turn before the last.",
+    "eval/<set>/num_repairable": "Trajectories that count for `repaired`.",
     "eval/<set>/mean_reward": "Mean total reward.",
     "eval/<set>/mean_turns": "Mean number of turns.",
     "eval/<set>/mean_sampled_tokens": "Mean number of sampled tokens.",

@@ -1,4 +1,4 @@
-"""Reads ms-swift's command line or its YAML form as a flat tree of arguments, on top of its defaults.
+"""Reads ms-swift's command line or its YAML form as a tree of arguments, on top of its defaults.
 
 parse(["--model", "Qwen/Qwen3-1.7B", "--reward_funcs", "accuracy", "format", "--use_vllm", "true"])
 read(Path("grpo.yaml"), ["max_turns=3"])
@@ -171,7 +171,7 @@ def read_value(text: str) -> Any:
 def _value_of(name: str, text: str) -> Any:
     """Return an argument's value. For `_TEXTS` it is the text, or a list of texts if the text is a list in brackets.
 
-    Stop words, the system message and the key may begin with a bracket, so only a JSON list of texts counts as their list.
+    Stop words, the system message and the API key may begin with a bracket, so only a JSON list of texts counts as a list.
     """
     if name not in _TEXTS or text in ("None", "null"):
         return read_value(text)
