@@ -42,6 +42,7 @@ from polyturn.tools.gsm8k import Gsm8kTool
 from polyturn.tracking.manager import tracker_spec
 from polyturn.tracking.metric_docs import MEANINGS
 from polyturn.training.observer import AlsoRecord, RunObserver
+from support.sandboxes import needs_bubblewrap
 from support.scripted_server import scripted_server
 
 ROOT = Path(__file__).parents[2]
@@ -59,6 +60,7 @@ RUN_ELSEWHERE = {
 }
 """Blocks that need what a page cannot bring, and the tests that run them; here they are only compiled."""
 MODEL = "Qwen/Qwen3-0.6B"
+NEED_BUBBLEWRAP = {"docs/guides/sandboxes.md"}
 BLOCK = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 SECTIONS = set(RunConfig.model_fields)
 SOURCE = "\n".join(p.read_text(encoding="utf-8") for p in (ROOT / "src").rglob("*.py"))
@@ -87,7 +89,9 @@ def small(code: str, model: str) -> str:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("page", [page for page in TEXTS if blocks(page, "python")])
+@pytest.mark.parametrize(
+    "page", [pytest.param(p, marks=[needs_bubblewrap] * (p in NEED_BUBBLEWRAP)) for p in TEXTS if blocks(p, "python")]
+)
 def test_python_of_a_page_runs(page: str, tmp_path: Path, recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for run in set(re.findall(r'polyturn\.Run\("([^"]+)"\)', TEXTS[page])):
