@@ -64,7 +64,7 @@ class PythonicParser(TurnParser):
 
 
 def read_python_calls(text: str, *, tag: str = "") -> ParsedText:
-    """Parse lists of calls, each up to its first error; the text from the error on becomes one broken call."""
+    """Parse lists of calls up to the first error; the rest of the text becomes one broken call."""
     pieces: list[str] = []
     calls: list[ToolCall] = []
     position = 0
@@ -104,7 +104,7 @@ class _TokenReader:
         self.call_name = ""
 
     def read_list(self, calls: list[ToolCall]) -> None:
-        """Add the calls of `[f(…), g(…)]`, or the one of `f(…)`, to `calls`."""
+        """Append the calls of `[f(…), g(…)]`, or the single call `f(…)`, to `calls`."""
         is_list = self._take("[")
         while True:
             calls.append(self._read_call())
@@ -112,7 +112,7 @@ class _TokenReader:
             if not is_list:
                 return
             has_comma = self._take(",")
-            if self._take("]") or not (has_comma or self._rest()):  # cut after a whole call
+            if self._take("]") or not (has_comma or self._rest()):  # without ], the text ends after a call
                 return
             if not has_comma:
                 raise BadPythonError(f"expected , or ] at {self._here()}")
@@ -190,7 +190,9 @@ class _TokenReader:
         token = _TOKEN.match(self.text, self.position)
         if token is None:
             is_string = self.text[self.position : self.position + 2].strip()[:1] in ("'", '"')
-            raise BadPythonError("a string is not closed, it is cut" if is_string else f"cannot read {self._here()}")
+            raise BadPythonError(
+                "a string is not closed; the text is cut off" if is_string else f"cannot read {self._here()}"
+            )
         self.position = token.end()
         return token
 
@@ -217,9 +219,8 @@ class _TokenReader:
         return _SPACE.match(self.text, self.position).end() < len(self.text)  # type: ignore[union-attr]  # it always matches
 
     def _here(self) -> str:
-        return (
-            repr(self.text[self.position : self.position + 30]) if self.position < len(self.text) else "the end, it is cut"
-        )
+        rest = self.text[self.position : self.position + 30]
+        return repr(rest) if rest else "the end; the text is cut off"
 
 
 _SPACE = re.compile(r"\s*+")
