@@ -1,4 +1,4 @@
-"""Converts a client's request to a task, with checks that rows of a file do not need because the user chose the file.
+"""Converts a client's request to a task. A client is not trusted, so a request is checked more strictly than a data file.
 
     {"messages": […], "images": ["data:image/png;base64,…"], "data_dict": {"solution": "4"}, "uuid": "a"}  ->  Task(id="a")
 
@@ -38,13 +38,13 @@ _ENVIRONMENTS = ("env", "env_config")
 """Columns that name an environment."""
 
 
-def task_of(request: Any, *, id: str, max_messages: int | None = None) -> Task:
+def task_of(request: Any, *, id: str, max_context: int | None = None) -> Task:
     """Return the task that a request describes.
 
     Args:
         request: The request as parsed JSON.
         id: The id of the task.
-        max_messages: Requests with more messages are refused unread, because they cannot fit the context.
+        max_context: Length of the context in tokens. A request with more messages cannot fit it, and is refused unread.
 
     Raises:
         DataError: the request is malformed, refers to a file or an address, or names something unregistered.
@@ -54,13 +54,13 @@ def task_of(request: Any, *, id: str, max_messages: int | None = None) -> Task:
     for key in request:
         if key not in REQUEST_KEYS:
             raise DataError(
-                f"a request has no {key!r}.{did_you_mean(key, REQUEST_KEYS)} A row's other columns go into data_dict"
+                f"a request cannot have {key!r}.{did_you_mean(key, REQUEST_KEYS)} A row's other columns go into data_dict"
             )
     messages, columns = request.get("messages"), request.get("data_dict") or {}
     if not isinstance(messages, list) or not messages:
         raise DataError(f"`messages` must be a non-empty list of messages, not {messages!r:.100}")
-    if max_messages is not None and len(messages) > max_messages:
-        raise DataError(f"the request has {len(messages)} messages, more than fit a context of {max_messages} tokens")
+    if max_context is not None and len(messages) > max_context:
+        raise DataError(f"the request has {len(messages)} messages, more than fit a context of {max_context} tokens")
     if not isinstance(columns, Mapping):
         raise DataError(f"data_dict is {columns!r:.100}, not an object with the row's other columns")
     for key, why in _NOT_READ.items():
@@ -86,7 +86,7 @@ def task_of(request: Any, *, id: str, max_messages: int | None = None) -> Task:
 
 
 def _marked(value: Any, kind: str) -> Any:
-    """Return media with bare base64, which some trainers send, as data URIs."""
+    """Convert bare base64, which some trainers send, to data URIs; return all other media unchanged."""
     if isinstance(value, list):
         return [_marked(one, kind) for one in value]
     if isinstance(value, Mapping):

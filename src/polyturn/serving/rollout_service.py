@@ -166,7 +166,7 @@ class RolloutService:
         own_uuid = request.get("uuid") if isinstance(request, Mapping) else None
         name = str(own_uuid or f"chatcmpl-{uuid.uuid4().hex}")
         try:
-            task = task_of(request, id=name, max_messages=self.context.limits.max_context)
+            task = task_of(request, id=name, max_context=self.context.limits.max_context)
             with AsSchedulerError("the scheduler's check_task"):
                 self.context.scheduler.check_task(task)
             running = asyncio.create_task(self._run(task, options))

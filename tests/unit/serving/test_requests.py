@@ -67,4 +67,4 @@ def test_name_that_would_be_imported_is_refused(name: str):
 
 def test_more_messages_than_a_context_holds_are_not_read():
     with pytest.raises(DataError, match="the request has 600 messages, more than fit a context of 512 tokens"):
-        task_of({"messages": [object()] * 600}, id="a", max_messages=512)
+        task_of({"messages": [object()] * 600}, id="a", max_context=512)
