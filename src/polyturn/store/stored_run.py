@@ -119,7 +119,7 @@ class StoredRun:
             return self._refresh()
 
     def snapshot(self) -> StoredRun:
-        """Return the same rows as a run that does not change when another thread calls `refresh`."""
+        """Return a run with the same rows, which does not change when another thread calls `refresh`."""
         with self._lock:
             return self._narrowed(self._table)
 
@@ -184,7 +184,7 @@ class StoredRun:
         """Return the rows with matches in their id, task id, messages, reasoning, tool calls or tool results.
 
         Args:
-            text: Words, each of which must occur in some text, ignoring case; or a regular expression of RE2.
+            text: Words, each of which must occur in one of these texts; or a regular expression of RE2. Case is ignored.
             is_expression: Whether `text` is a regular expression, which one text must match.
             stop: Ends the search when set.
 
@@ -369,8 +369,8 @@ class StoredRun:
         return self._try(part, lambda path: read_rows(PartFile(path), rows, damaged=damaged)) or []
 
     def _located(self) -> StoredRun:
-        """Return the same rows in the parts that have them now, which may be joined or written again since they were
-        listed; rows that no part has any more are left out."""
+        """Return the same rows, looked up again if parts have been joined or written again since they were listed; rows
+        that no part contains any more are left out."""
         parts = pc.unique(self._table[_PART]).to_pylist()
         if all(_stamp(self.folder / FOLDER / part) == self._stamps.get(part) for part in parts):
             return self

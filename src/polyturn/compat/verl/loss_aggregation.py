@@ -28,8 +28,8 @@ _captured: contextvars.ContextVar[list[tuple[Tensor, Tensor]] | None] = contextv
 def as_policy_loss(fn: PolicyLossFn) -> Callable[..., losses.TokenLoss]:
     """Return a native policy loss that calls `fn` with a padded batch of one row per sample.
 
-    The token losses are the arguments that `fn` passes to `agg_loss`. The trainer averages them by `algorithm.aggregate`,
-    because a micro-batch is only a part of a step; the `loss_agg_mode` of `fn` has no effect.
+    The token losses are the arguments that `fn` passes to `agg_loss`. As `fn` sees only one micro-batch of a step, the
+    trainer averages them over the step, by `algorithm.aggregate`; the mode that `fn` passes to `agg_loss` has no effect.
 
     Raises (when called):
         ConfigError: the result of `fn` is not the result of `agg_loss`.
@@ -67,8 +67,8 @@ def as_policy_loss(fn: PolicyLossFn) -> Callable[..., losses.TokenLoss]:
         meant = next((s for s in sums.values() if s and _is_sum(s, returned)), None)
         if meant is None:
             raise ConfigError(
-                f"the policy loss {fn.__name__!r} must return the result of agg_loss of verl.trainer.ppo.core_algos "
-                "for its tokens, so that the loss of each token can be weighted over the whole batch"
+                f"the policy loss {fn.__name__!r} must return the result of agg_loss (verl.trainer.ppo.core_algos), called "
+                "with the loss of each token: the trainer averages these token losses over the whole step"
                 f"{defined_at(fn)}"
             )
         metrics = rest[0] if rest and isinstance(rest[0], dict) else {}
@@ -108,10 +108,11 @@ def agg_loss(
     token-mean: the mean over all unmasked tokens. seq-mean-token-sum and seq-mean-token-mean: the mean, over rows with an
     unmasked token, of the row's sum or mean. seq-mean-token-sum-norm: seq-mean-token-sum divided by `loss_scale_factor`, by
     default the width R. token-sum: the sum. All are multiplied by `dp_size`, because verl averages over processes.
+    If given, `batch_num_tokens` (token-mean) or `global_batch_size` (seq-mean-*) is the number that a mean divides by.
 
     Raises:
         UnknownNameError: the mode is unknown.
-        ConfigError: `dp_size` is above 1 and the count over the whole batch is missing.
+        ConfigError: `dp_size` is above 1, and the mode needs `batch_num_tokens` or `global_batch_size`, which is missing.
     """
     value = _aggregate(loss_mat, loss_mask, loss_agg_mode, dp_size, batch_num_tokens, global_batch_size, loss_scale_factor)
     if (seen := _captured.get()) is not None:
@@ -149,7 +150,7 @@ def _aggregate(
 
 
 def _count(count: int | None, here: Tensor, dp_size: int, *, name: str) -> int | Tensor:
-    """Return the number of tokens or rows of a mean: `count` over the whole batch, or this process's own if it is alone."""
+    """Return the number that a mean divides by: `count` of the whole batch, or `here` if this is the only process."""
     if count is None and dp_size > 1:
         raise ConfigError(f"(global) {name} is required when dp_size > 1; dp_size is {dp_size}")
     return here if count is None else count
