@@ -29,8 +29,10 @@ from polyturn.testing.suites.scheduler import check_scheduler
 from support.example_schedulers import FOLDER
 from support.refusals import refuses
 
-PAGE = (Path(__file__).parents[3] / "docs/guides/scheduler.md").read_text()
+GUIDES = Path(__file__).parents[3] / "docs/guides"
+PAGE = (GUIDES / "scheduler.md").read_text()
 CODE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+(LAKE,) = re.findall(r"```python\n(# lake.py\n.*?)```", (GUIDES / "environments.md").read_text(), re.DOTALL)
 MODEL = {"init": {"model_type": "qwen3"}, "tokenizer": "x"}
 
 
@@ -53,18 +55,19 @@ async def test_first_scheduler_of_the_guide_keeps_the_contract(tmp_path: Path) -
 
 
 async def test_environment_of_the_guide_runs(tmp_path: Path) -> None:
-    (tmp_path / "counter.py").write_text(CODE[1])
-    made = build_scheduler(place(tmp_path, scheduler="gym", scheduler_kwargs={"env": "counter.py:Counter"}))
-    row = task("Play.", data_source=None, extra={"env_config": {"goal": 2}})
+    (tmp_path / "lake.py").write_text(LAKE)
+    made = build_scheduler(place(tmp_path, scheduler="gym", scheduler_kwargs={"env": "lake.py:Lake"}))
+    row = task("Play.", data_source=None, extra={"env_config": {"size": 8}})
     made.check_task(row)
-    context = scripted_context(["one"], scheduler=made, limits=Limits(max_turns=2))
+    context = scripted_context(["left"], scheduler=made, limits=Limits(max_turns=2))
     context.rewarder = RewardRouter({}, scheduler=made)
     t = await run_episode(context, row, id="e")
-    assert [m.text for m in t.messages] == ["Play.\nCount.", "one", "Go on.", "one", "Go on."] and t.reward is not None
+    assert [m.text for m in t.messages] == ["Play.\nYou are at the top left.", "left", "You fell in."]
+    assert t.reward is not None
 
 
 async def test_estimator_of_the_guide_runs() -> None:
-    estimator = defined(2)["turn_scores"]
+    estimator = defined(1)["turn_scores"]
     context = scripted_context(["4", "5", "5"], scheduler=defined(0)["Doubt"]())
     context.rewarder = RewardRouter({}, scheduler=SimpleNamespace(scores_turns=True, gives_reward=False))
     t = await run_episode(context, task(data_source=None), id="e")
