@@ -28,9 +28,9 @@ class EngineOptions:
 
     update: Literal["in_flight", "wait", "abort_resume", "sleep"] = "in_flight"
     """The effect of new weights on running completions. in_flight: completions continue with the new weights. wait: the
-    weights wait until completions end. abort_resume: completions are suspended and resumed as new requests. sleep: for vllm
-    and sglang on the trainer's GPUs; during an update they free their memory and sample nothing, and cut completions resume
-    with the new weights."""
+    weights wait until completions end, and new requests wait for the weights. abort_resume: completions are suspended and
+    resumed as new requests. sleep: for vllm and sglang on the trainer's GPUs; during an update they free their memory and
+    sample nothing, and cut completions resume with the new weights."""
 
     def __post_init__(self) -> None:
         if self.update == "sleep":  # the options of servers check it themselves
