@@ -80,7 +80,8 @@ class CallOptions:
     their own limits. Waiting for them, for a slot or for a thread does not count."""
     text: TextOf = "answer"
     """The text of `solution_str`, always without observations. answer: the last message without reasoning and calls. turn:
-    the last turn exactly as the model wrote it. turns: all turns exactly as the model wrote them."""
+    the last turn exactly as the model wrote it, with tags and calls, but without a <think> that the chat template added.
+    turns: all turns exactly as the model wrote them."""
     rate: CallRate = CallRate()
     batch: BatchOptions = BatchOptions()
     num_processes: Annotated[int, Field(ge=1)] | None = None
