@@ -60,7 +60,8 @@ class Span(Record):
     weights: NDArray[np.float32] | None = None
     """[len(ids)] loss weight; None means 1 for a sampled span and 0 otherwise."""
     routed_experts: Routes | None = None
-    """[len(ids), L, K] the experts of each token, sampled or not (`core/routing.py`); None if unknown."""
+    """[len(ids), L, K] for each of L layers with experts the K experts that processed the token as an input, sampled or not
+    (`core/routing.py`): uint8, or uint16 from 256 experts on; the largest number means unknown. None if unknown."""
 
     def __post_init__(self) -> None:
         self._freeze(ids=ids_array, logprobs=float_array, weights=float_array, routed_experts=routes_array)
