@@ -5,17 +5,26 @@
                      │          └─ user ── turn ── user ──▸ judge 0.5 ┘  score of turn 1: 0.7
                      └─ …
 
-The same user and the same policy run `num_repeat_rollouts` continuations, of up to `window` further turns, from every turn
-that addresses the user; the mean of their scores is the turn's score "lookahead". Their tokens are in the record, in
-segments of the agent "lookahead", and are only trained with `train_forks`. Source: Wu et al. 2025 (CollabLLM,
+The same user and the same policy run `num_repeat_rollouts` continuations, of up to `window` further turns of the model (0:
+only the user's reaction), from every turn that addresses the user; the mean of their scores is the turn's score "lookahead".
+A turn that calls tools gets none. Continuations share the tools of their conversation. Their tokens are in the record, in
+segments of the agent "lookahead" with weight 0, and are only trained with `train_forks`. Source: Wu et al. 2025 (CollabLLM,
 multiturn-aware reward).
+
+The episode's reward is the mean of its turns' scores; with `reward: run` the run's functions give it. Use an estimator that
+compares the turns of a group with each other, as below: a score already covers later turns. An episode of n turns has up to
+n * num_repeat_rollouts * window more completions (metrics tokens/asides, rollout/forks) and n * num_repeat_rollouts answers
+of the judge (reward/judge_tokens).
 
 The example shows `episode.mark()`, forks from earlier turns, forks that are not trained (`Aside`), and a reward that the
 scheduler computes.
 
     rollout:
       scheduler: examples/schedulers/lookahead.py:Lookahead
-      scheduler_kwargs: {window: 2, judge: {base_url: "http://127.0.0.1:8000/v1", model: judge}}
+      scheduler_kwargs:
+        num_repeat_rollouts: 3
+        window: 2
+        judge: {base_url: "http://127.0.0.1:8000/v1", model: judge, rubric: "Did the user get what it wanted?"}
       interactions: [{name: user, class_name: polyturn.interactions.simulated_user.SimulatedUser, config: {…}}]
       limits: {max_turns: 4}
     algorithm: {advantage: {name: mt_grpo, outcome_weight: 0}}
