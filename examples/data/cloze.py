@@ -7,8 +7,8 @@
     question  Which word is missing? "Return the arc ____ (measured in radians) of x."        answer  cosine
 
 `data` then has train.parquet and test.parquet, the passages, and the index for the tool `search`. Every question can be
-answered: a search for its words returns the passage among the first few results. Sentences that fit several words are
-left out. Questions of the training and test sets never share a passage.
+answered: a search for its words returns the passage among the first three results. Sentences that fit several words are
+left out. One passage in ten is for the test set, so the sets never share a passage.
 """
 
 from __future__ import annotations

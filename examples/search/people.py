@@ -5,9 +5,10 @@
     <-  Doc 1 (Title: Ana Brook) Ana Brook was born in Lima in the year 1874 and worked as painter.
     ->  born in Lima. <answer> Lima </answer>
 
-Each surname is shared by forty people, and a search returns one passage, so a search for `Brook` alone mostly finds another
-person. A quarter of the people appear in the evaluation only. Everything is drawn from seeded generators.
+Each surname is shared by forty of the 1,600 people, and a search returns one passage, so a search for `Brook` alone mostly
+finds another person. A quarter of the people appear in the evaluation only. Everything is drawn from seeded generators.
 
+    pip install 'polyturn[train,search]'
     python people.py people.jsonl && polyturn data index people.jsonl --out people.index && polyturn train config.yaml
 """
 
