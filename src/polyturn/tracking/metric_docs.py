@@ -223,8 +223,9 @@ MEANINGS: dict[str, str] = {
     "eval/<set>/failed": "Share of the trajectories that failed.",
     "eval/<set>/cut": "Share of the trajectories that a limit on tokens, context or time cut short.",
     "eval/<set>/out_of_turns": "Share of the trajectories that used up their turns.",
-    "eval/<set>/<source>/<variable>/<metric>": "With several samples per task: `mean@n`, `std@n`, `best@k`, `worst@k` and "
-    "`maj@k` of the reward, or of a number that its function returned, by data source.",
+    "eval/<set>/<source>/<variable>/<metric>": "With several samples per task: `mean@n`, `std@n`, and bootstrap estimates "
+    "of `best@k`, `worst@k` and, if there is a `pred`, `maj@k` for k = 2, 4, …, n, of the reward, or of a number that its "
+    "function returned, by data source.",
 }
 """Name or pattern -> meaning. An exact name takes precedence over a pattern, and an earlier pattern over a later one."""
 
