@@ -77,7 +77,7 @@ class CallOptions:
 
     timeout_s: Annotated[float, Field(gt=0)] = 60.0
     """Deadline of a call, in seconds; after it the trajectory fails. Programs in a sandbox and mathematical comparisons have
-    their own limits. Waiting for them, for a slot or for a thread does not count."""
+    their own limits. Waiting for them, for `rate`, for a slot or for a thread does not count."""
     text: TextOf = "answer"
     """The text of `solution_str`, always without observations. answer: the last message without reasoning and calls. turn:
     the last turn exactly as the model wrote it, with tags and calls, but without a <think> that the chat template added.
