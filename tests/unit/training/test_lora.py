@@ -261,6 +261,19 @@ def test_copy_of_a_policy_holds_an_adapted_embedding_unless_it_is_tied(is_tied: 
         assert torch.allclose(logits(hf.frozen_copy(trained)), logits(trained), atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adapter_of_a_model_without_weights_begins_like_one_with_weights(dtype: torch.dtype):
+    """So many ranks, which read the weights later, begin with the adapter of one process."""
+    real = hf.build_model(tiny_model(VOCAB, hidden=16).config.to_dict(), seed=0).to(dtype)
+    outline = copy.deepcopy(real).to("meta")
+    for model in (real, outline):
+        lora.add_lora(model, lora.LoraSettings(rank=4, alpha=8), seed=5)
+    expected = lora.adapter_tensors(real)
+    assert any(tensor.any() for tensor in expected.values())
+    for name, tensor in lora.adapter_tensors(outline).items():
+        assert tensor.dtype == expected[name].dtype and torch.equal(tensor, expected[name]), name
+
+
 def test_unknown_target_modules_are_refused():
     with pytest.raises(ConfigError, match=r"does not fit this model.*its linear modules are down_proj, gate_proj"):
         adapted(target_modules=["query"])
