@@ -204,11 +204,17 @@ class Steps:
         """The finished run.
 
         Raises:
-            ConfigError: the run is not finished.
+            ConfigError: the run is not finished, or failed.
         """
-        if self._result is None or not self._result.done() or self._result.exception() is not None:
+        result = self._result
+        problem = result.exception() if result is not None and result.done() else None
+        if isinstance(problem, Exception):
+            raise ConfigError(
+                f"the run failed: {one_line(problem)}; resume it: for step in polyturn.steps(…, resume=True)"
+            ) from problem
+        if result is None or not result.done() or problem is not None:
             raise ConfigError("the run is not finished; iterate over its steps first: for step in steps: …")
-        return self._result.result()
+        return result.result()
 
 
 class StepHooks:

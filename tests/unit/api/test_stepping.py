@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from polyturn.api.stepping import StepHooks, Steps
-from polyturn.core.errors import TrainingError
+from polyturn.core.errors import ConfigError, TrainingError
+from support.refusals import refuses
 
 
 def failing(hooks: StepHooks) -> Any:
@@ -26,3 +27,11 @@ def test_failure_after_the_loop_was_left_is_logged(caplog: pytest.LogCaptureFixt
     for _ in Steps(failing):
         break
     assert "the loss is not finite" in caplog.text
+
+
+def test_failed_run_is_refused_with_its_error() -> None:
+    steps = Steps(failing)
+    refuses(lambda: steps.run, ConfigError, "not finished")
+    with pytest.raises(TrainingError):
+        list(steps)
+    refuses(lambda: steps.run, ConfigError, "failed", "the loss is not finite")
