@@ -1,7 +1,7 @@
 """Estimate the memory of a run's processes, and the duration of a weight sync, from the sizes of a model.
 
     rank      (b + m + 8 + g) P / N, b P / N for each frozen model, the gathered blocks, activations     FSDP2 over N, AdamW
-    server    b P / t + KV cache / min(t, its heads)                                                     t: tensor parallel
+    server    b P / t + KV cache / min(t, its heads; 1 for a latent)                                     t: tensor parallel
     sync      b P / B, once for all servers of a broadcast                                               B: bytes/s of a link
 
 Ranks that spread experts gather only their experts of a layer, and are assumed to receive as many tokens as they send. Ranks
@@ -52,11 +52,14 @@ class ModelSize:
     num_layers: int
     vocab: int
     kv_heads: int
-    """Number of heads of keys and values."""
+    """Number of heads among which GPUs divide a KV cache; 1 for a latent, which every GPU keeps."""
     kv_width: int
     """Width of the keys (and of the values) of a token in a layer."""
     kept: int
     """Bytes per token that a layer keeps for its backward pass."""
+    latent: int = 0
+    """Width of the latent that a KV cache keeps of a token in a layer, instead of the heads' keys and values (multi-head
+    latent attention: DeepSeek-AI 2024, DeepSeek-V2, section 2.1); 0 for other attention."""
     experts: int = 0
     """Number of parameters of all experts; `parameters` includes them."""
     layer_experts: int = 0
@@ -73,6 +76,7 @@ class ModelSize:
         fields = config.to_dict()
         heads = fields.get("num_key_value_heads") or config.num_attention_heads
         width = fields.get("head_dim") or config.hidden_size // config.num_attention_heads
+        latent = int(rank) + int(fields["qk_rope_head_dim"]) if (rank := fields.get("kv_lora_rank")) else 0
         element = next(model.parameters()).element_size()
         kept = _kept(
             fields,
@@ -92,9 +96,10 @@ class ModelSize:
             hidden=int(config.hidden_size),
             num_layers=int(config.num_hidden_layers),
             vocab=int(config.vocab_size),
-            kv_heads=int(heads),
+            kv_heads=1 if latent else int(heads),
             kv_width=int(heads * width),
             kept=kept,
+            latent=latent,
             experts=sum(experts),
             layer_experts=max(experts, default=0),
         )
@@ -215,7 +220,7 @@ def _kept(fields: Mapping[str, Any], *, hidden: int, query: int, key: int, eleme
 
 def server_bytes(size: ModelSize, *, tensor_parallel: int = 1, tokens: int = 0) -> dict[str, int]:
     """Return the bytes on each GPU of an inference server whose KV cache has room for `tokens`."""
-    cache = 2 * size.num_layers * size.kv_width * size.element * tokens
+    cache = size.num_layers * (size.latent or 2 * size.kv_width) * size.element * tokens
     parts = min(tensor_parallel, size.kv_heads)  # with more GPUs than heads, several GPUs keep the same head
     return {"weights": size.parameters * size.element // tensor_parallel, "KV cache": cache // parts}
 

@@ -50,6 +50,14 @@ def test_published_model_takes_what_the_formulas_say():
     assert sync_seconds(small, link=50 * GB, adapter_only=True) == pytest.approx(0.3276 / 200, abs=1e-6)
 
 
+def test_latent_attention_caches_one_latent_a_token():
+    model, tokens = tiny_model(64, "deepseek_v3"), 10
+    cache = model(input_ids=torch.zeros((1, tokens), dtype=torch.long), use_cache=True).past_key_values
+    cached = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    size = ModelSize.of(model)
+    assert [server_bytes(size, tensor_parallel=n, tokens=tokens)["KV cache"] for n in (1, 4)] == [cached, cached]
+
+
 def test_shared_gpu_holds_server_and_rank_in_phases():
     size, load = qwen3_8b(), RankLoad(ranks=8, num_frozen=1, tokens=1000)
     phases = shared_bytes(size, load, tensor_parallel=2, tokens=1000)
