@@ -32,9 +32,16 @@ _INDEX, _SINGLE, _KIND = "model.safetensors.index.json", "model.safetensors", "*
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a model's weights; empty if they have another format."""
-    if (folder / _INDEX).is_file():
-        return [folder / name for name in sorted(set(json.loads((folder / _INDEX).read_text())["weight_map"].values()))]
+    """Return the safetensors files of a model's weights; empty if they have another format.
+
+    Raises:
+        ConfigError: their index cannot be read.
+    """
+    if (index := folder / _INDEX).is_file():
+        try:
+            return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
+            raise ConfigError(f"{index} cannot be read ({one_line(problem)}); copy the model again") from problem
     return [folder / _SINGLE] if (folder / _SINGLE).is_file() else sorted(folder.glob(_KIND))
 
 

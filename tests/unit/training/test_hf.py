@@ -170,6 +170,9 @@ def test_missing_damaged_or_misshapen_weights_are_refused(tmp_path: Path) -> Non
     index = {"metadata": {}, "weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     refuses(lambda: read_weights(load_unread(folder), torch.device("cpu")), ConfigError, "model-00001-of-00002")
+    for broken in ('{"weight_map": {"mod', "{}", "[]", '{"weight_map": null}', '{"weight_map": {"model.norm.weight": [1]}}'):
+        (folder / "model.safetensors.index.json").write_text(broken)
+        refuses(lambda: load_unread(folder), ConfigError, str(folder / "model.safetensors.index.json"))
     (folder / "model.safetensors.index.json").unlink()
     refuses(lambda: load_model(tmp_path / "nowhere"), ConfigError, "nowhere")
     weights.write_bytes(whole)
