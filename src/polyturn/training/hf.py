@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import math
 import os
 import re
 import shutil
@@ -83,29 +84,29 @@ def _auto_class(config: PreTrainedConfig) -> Any:
 
 
 def load_model(
-    source: str | Path, *, dtype: torch.dtype = torch.float32, revision: str | None = None, needs_head: bool = True
+    source: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    revision: str | None = None,
+    needs_head: bool = True,
+    outline_above: float = math.inf,
 ) -> PreTrainedModel:
-    """Return the causal language model in the folder `source`, or with that name and revision on the hub.
+    """Return the causal language model in the folder `source`, or with that name and revision on the hub. A model of more
+    than `outline_above` parameters has only its config and shapes, without weights.
 
     Raises:
         ConfigError: there is no such model, it cannot be loaded, or weights are missing (without `needs_head`: of the
             backbone).
     """
-    return _opened(source, dtype, revision, plan_above=None, needs_head=needs_head)
-
-
-def _opened(
-    source: str | Path, dtype: torch.dtype, revision: str | None, *, plan_above: int | None, needs_head: bool = True
-) -> PreTrainedModel:
     of = {"revision": revision or "main", "local_files_only": only_cached(str(source), revision=revision)}
     try:
         # A model's folder is data: code in it is never run.
         config = AutoConfig.from_pretrained(str(source), trust_remote_code=False, **of)
         model: PreTrainedModel
-        if plan_above is not None:
+        if outline_above < math.inf:
             with torch.device("meta"):
                 model = _auto_class(config).from_config(config, dtype=dtype, trust_remote_code=False)
-            if count_parameters(model) > plan_above:
+            if count_parameters(model) > outline_above:
                 return model
         model, info = _auto_class(config).from_pretrained(
             str(source), config=config, dtype=dtype, trust_remote_code=False, output_loading_info=True, **of
@@ -125,23 +126,9 @@ def _opened(
     return model
 
 
-def load_outline(
-    source: str | Path,
-    *,
-    dtype: torch.dtype = torch.float32,
-    revision: str | None = None,
-    above: int = 0,
-    needs_head: bool = True,
-) -> PreTrainedModel:
-    """Return the model; if it has more than `above` parameters only its config and shapes, without weights.
-
-    Raises:
-        ConfigError: as `load_model` does.
-    """
-    return _opened(source, dtype, revision, plan_above=above, needs_head=needs_head)
-
-
-load_plan = functools.partial(load_outline, above=1_000_000_000)
+load_outline = functools.partial(load_model, outline_above=0)
+"""Return only the config and shapes of a model."""
+load_plan = functools.partial(load_model, outline_above=1e9)
 """For a memory plan: a small model is loaded with weights, so that the plan also tests loading."""
 
 
@@ -161,7 +148,7 @@ def load_unread(
         folder = Path(snapshot_download(str(source), revision=revision, allow_patterns=wanted, local_files_only=cached))
     if not weight_files(folder):
         return load_model(source, dtype=dtype, revision=revision, needs_head=needs_head)
-    model = _opened(folder, dtype, None, plan_above=0)
+    model = load_outline(folder, dtype=dtype)
     # As transformers loads them: a bfloat16 router would choose other experts.
     for name, buffer in [*model.named_buffers()]:
         if any(part in name for part in model._keep_in_fp32_modules_strict or ()):
