@@ -7,7 +7,7 @@
 
 A claimed slot is an empty one or, if there is none, the one that was idle longest (`Slots.claim`).
 
-This module does not import torch: it returns the copies and exchanges for the engine to make in the KV cache.
+It does not know the KV cache: it returns the copies and exchanges that the engine makes there.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The slots of the embedded engine: arrays over slots, and the choice of a slot to use, copy from or evict.
 
-A decoding step reads and writes these arrays for all running slots at once, without Python work per row. This module does
-not import torch.
+A decoding step reads and writes these arrays for all running slots at once, without Python work per row.
 """
 
 from __future__ import annotations
