@@ -23,6 +23,7 @@ from polyturn.tokens.delta import DeltaEncoder
 from polyturn.training.options import SftOptions, TrainOptions
 from polyturn.training.sft import encode_conversation, run_sft, trajectory_samples
 from support.refusals import refuses
+from support.states import EmptyPolicy
 
 CODEC = tiny_codec()
 
@@ -120,8 +121,10 @@ async def test_good_trajectories_are_learnt_token_for_token():
     refuses(lambda: trajectory_samples([bad], min_reward=1.0), DataError, "at least 1")
 
 
-class Notes:
+class Notes(EmptyPolicy):
     """Replaces the policy and records its calls."""
+
+    train_seconds, backend = 0.0, None
 
     def __init__(self) -> None:
         self.batches: list[list[str]] = []
@@ -170,18 +173,6 @@ def test_resumed_warm_start_has_the_rest_of_its_time(tmp_path: Path, monkeypatch
     now = [0.0]
     spent: list[float] = []
 
-    class Weights(Notes):
-        train_seconds, backend = 0.0, None
-
-        def save(self, folder: Path) -> None:
-            folder.mkdir()
-
-        def is_saved(self) -> bool:
-            return True
-
-        def load(self, folder: Path) -> None:
-            assert folder.is_dir()
-
     def takes_40_s(*args: Any, spent_s: float, **kwargs: Any) -> int:
         spent.append(spent_s)
         now[0] += 40.0
@@ -189,7 +180,7 @@ def test_resumed_warm_start_has_the_rest_of_its_time(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(warm_starting, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(warm_starting, "run_sft", takes_40_s)
-    for name, value in (("warm_start_samples", []), ("build_policy", Weights()), ("stored_exporter", None)):
+    for name, value in (("warm_start_samples", []), ("build_policy", Notes()), ("stored_exporter", None)):
         monkeypatch.setattr(warm_starting.build, name, lambda *args, value=value, **kwargs: value)
     sft = SftOptions(steps=9, max_seconds=100.0)
     config: Any = SimpleNamespace(warm_start=sft, seed=0, train=TrainOptions())
