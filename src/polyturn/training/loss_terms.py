@@ -21,7 +21,7 @@ from torch import Tensor
 
 from polyturn.algorithms.aggregate import check_average
 from polyturn.algorithms.kl import kl_estimators
-from polyturn.algorithms.losses import PolicyLoss, bind, geo_mean, ppo_clip
+from polyturn.algorithms.losses import PolicyLoss, bind, cispo, clip_cov, gspo, gspo_sequence, ppo_clip
 from polyturn.algorithms.losses.base import log_ratio
 from polyturn.algorithms.options import AlgorithmOptions, DistillSettings, KlOptions
 from polyturn.batching.layout import MicroBatch, ReadTargets
@@ -32,6 +32,9 @@ from polyturn.core.sample import TrainSample
 from polyturn.training.backend import TermWeights
 from polyturn.training.model import ScoringModel, TargetScores
 from polyturn.training.router_figures import Figures
+
+_CLIPS_RATIO = (ppo_clip, cispo, gspo, gspo_sequence, clip_cov)
+"""Losses whose clip_low bounds the ratio; of others, it bounds a logarithm or a divergence, or is a plug-in's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,15 +59,11 @@ class LossSettings:
 
     def __post_init__(self) -> None:
         check_average(self.algorithm.aggregate.name, self.algorithm.segment_weight)
-        low, high, dual = (self.policy_loss_kwargs.get(name) for name in ("clip_low", "clip_high", "dual_clip"))
-        most = math.inf if self.policy_loss is geo_mean else 1  # geo_mean bounds the logarithm of the ratio
-        if not 0 <= (low or 0.0) <= most or not (high or 0.0) >= 0:
+        low = self.policy_loss_kwargs.get("clip_low")
+        if self.policy_loss in _CLIPS_RATIO and low is not None and 1 < low < math.inf:
             raise ConfigError(
-                f"algorithm.loss: the clip range is [1 - {low or 0.0}, 1 + {high or 0.0}]; it must contain 1 and stay "
-                "above 0"
+                f"algorithm.loss.clip_low is {low}, and the ratio is never below 0; set it below 1, or to .inf for no bound"
             )
-        if dual is not None and dual <= 1:
-            raise ConfigError(f"algorithm.loss.dual_clip is {dual}; it must be above 1, or None")
         kl_estimators.resolve(self.kl.name, key="algorithm.kl.estimator")
         if self.distill is not None:
             kl_estimators.resolve(self.distill.estimator, key="algorithm.loss.distill.estimator")
