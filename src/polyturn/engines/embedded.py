@@ -208,15 +208,15 @@ class EmbeddedEngine:
         with self._computing:
             pass
 
-    async def update_weights(self, version: int, *, weights: Mapping[str, Any] | None = None, keep_kv: bool = False) -> None:
+    async def update_weights(self, version: int, *, weights: Mapping[str, Any] | None = None) -> None:
         """Serve `version` from the next decoding step on; a completion that spans the update records where.
+
+        The KV cache is dropped, and running requests recompute their keys and values, so every logprob comes from exactly
+        one version of the weights.
 
         Args:
             version: The new policy version.
             weights: name -> tensor, copied into the shared parameters; None if the trainer has changed them in place.
-            keep_kv: False drops the KV cache, and running requests recompute their keys and values, so every logprob comes
-                from exactly one version of the weights. True keeps the old keys and values, which is cheaper but differs
-                from the trainer's computation.
 
         Raises:
             EngineError: `weights` names a parameter that the model does not have.
@@ -232,8 +232,7 @@ class EmbeddedEngine:
             if running.versions[-1][0] == start:  # the previous version sampled no token
                 running.versions.pop()
             running.versions.append((start, version))
-        if not keep_kv:
-            self._slots.cached[:] = 0  # also for idle sessions, whose next turn would attend to keys of the old weights
+        self._slots.cached[:] = 0  # also for idle sessions, whose next turn would attend to keys of the old weights
 
     async def close(self) -> None:
         """Fail running and waiting requests, and forget all sessions."""
