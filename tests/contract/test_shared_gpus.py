@@ -16,7 +16,7 @@ from polyturn.engines.weights.transfer import WeightTransfer
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import local_policy
 from polyturn.training.weight_probe import WeightProbe
-from polyturn.training.weight_sync import SharedGpus, WeightSync
+from polyturn.training.weight_sync import WeightSync
 from support.served_model import VOCAB, small_model
 
 pytestmark = pytest.mark.engines
@@ -45,16 +45,16 @@ async def test_sleeping_server_frees_the_gpu_and_wakes_with_new_weights(kind, wa
     )
     engine = EnginePool([server], patience_s=READY_S, files=transfer or WeightFolder(tmp_path))
     trainer = local_policy(model, optim=OptimSettings(lr=1e-3))
-    channel = SharedGpus(sync := WeightSync(engine, trainer, WeightProbe(vocab_size=VOCAB)), engine, trainer.backend)
+    sync = WeightSync(engine, trainer, WeightProbe(vocab_size=VOCAB), sleeper=engine)
     try:
-        await channel.start(0)
+        await sync.start(0)
         for version in (1, 2):
             free, total = torch.cuda.mem_get_info()
-            await channel.sleep()
+            await engine.sleep()
             assert torch.cuda.mem_get_info()[0] - free > 0.8 * SHARE * total
             for parameter in trainer.weights().values():
                 parameter.mul_(1.1)
-            await channel.publish(version)
+            await sync.publish(version)
             assert torch.cuda.mem_get_info()[0] - free < 0.2 * SHARE * total, "weights and KV cache are there again"
         assert sync.noise is not None
     finally:

@@ -76,7 +76,6 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Obse
     from polyturn.training.loop import Trainer
     from polyturn.training.policy_snapshots import PolicySnapshots
     from polyturn.training.state import Data, EngineLink, LoopSettings, Saving
-    from polyturn.training.weight_sync import SharedGpus
 
     source, config = parts.source, parts.source.config
     train = config.train
@@ -85,7 +84,7 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Obse
     policy = build_policy(parts, optim, max_tokens_per_batch=train.max_tokens_per_batch)
     update = build_update(parts, policy)
     thread = _thread_of_updates(parts, policy)
-    channel, gate = _channel(parts, policy, thread), parts.context.engine
+    channel, gate, sleeper = _channel(parts, policy, thread), parts.context.engine, _sleeper(parts)
     restarts = "engine.deterministic restarts every conversation" if is_deterministic(config.engine) else None
     journal = JournalFile(folder / FOLDER, why_not=restarts)
     if parts.pool is not None:
@@ -103,7 +102,7 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Obse
             busy_s=lambda: parts.busy_s,
             metrics=lambda: {**parts.engine.read_metrics(), **parts.policies.read_metrics(), **pool.read_metrics()},
             snapshots=PolicySnapshots(parts.policies.snapshots, weights=policy.weights),
-            sleep=channel.sleep if isinstance(channel, SharedGpus) else None,
+            sleep=None if sleeper is None else sleeper.sleep,
             thread=thread,
         ),
         saving=Saving(
@@ -182,9 +181,9 @@ def _channel(parts: Parts, policy: ModelPolicy, thread: OneThread | None) -> Wei
     """Return the channel of new weights to the engine; `thread` is the thread of the update, if it has its own."""
     from polyturn.training import hf
     from polyturn.training.lora import as_peft
-    from polyturn.training.ranked import GatheredWeights, RankedBackend
+    from polyturn.training.ranked import RankedBackend
     from polyturn.training.weight_probe import WeightProbe
-    from polyturn.training.weight_sync import SharedGpus, SharedWeights, WeightSync
+    from polyturn.training.weight_sync import SharedWeights, WeightSync
 
     backend = policy.backend
     config = parts.source.config
@@ -193,22 +192,26 @@ def _channel(parts: Parts, policy: ModelPolicy, thread: OneThread | None) -> Wei
 
         return PushedWeights(parts.engine, backend.trained)
     if parts.engine.capabilities.shares_weights:
-        shared = SharedWeights(parts.engine)
-        return GatheredWeights(backend, shared) if isinstance(backend, RankedBackend) else shared
+        return SharedWeights(parts.engine, gather=backend.gather if isinstance(backend, RankedBackend) else None)
     vocab_size = int(parts.model.config.get_text_config().vocab_size)
     alone = sends_adapter(parts.source, parts.model)
-    sync = WeightSync(
+    return WeightSync(
         parts.engine,
         policy,
         WeightProbe(vocab_size=vocab_size, media=parts.context.media),
         to_checkpoint=as_peft if alone else functools.partial(hf.as_checkpoint, parts.model),
         adapter_only=alone,
         thread=thread,
+        sleeper=_sleeper(parts),
     )
-    if config.engine.update == "sleep":
-        assert isinstance(parts.engine, Sleeper)  # as every pool of servers is
-        return SharedGpus(sync, parts.engine, backend)
-    return sync
+
+
+def _sleeper(parts: Parts) -> Sleeper | None:
+    """Return the engine if its servers sleep on the trainer's GPUs during an update."""
+    if parts.source.config.engine.update != "sleep":
+        return None
+    assert isinstance(parts.engine, Sleeper)  # as every pool of servers is
+    return parts.engine
 
 
 def exporter(parts: Parts, *, adapter_only: bool = False) -> Callable[..., Path]:

@@ -32,7 +32,6 @@ from polyturn.engines.weights.stream import BUCKET_BYTES, StreamedTensors, Tenso
 from polyturn.training.backend import NO_WEIGHTS, OWN, TermWeights
 from polyturn.training.rank_group import RankGroup, assign, put_back
 from polyturn.training.shards import absent_file
-from polyturn.training.state import WeightChannel
 
 
 class RankedBackend:
@@ -202,28 +201,6 @@ class RankedBackend:
         width = self._group.row_width
         # Ranks of a row see the same samples and return the same answer.
         return self._call(command, [share for share in shares for _ in range(width)])[::width]
-
-
-class GatheredWeights:
-    """The weight channel from the ranks to an engine that samples from a model in this process."""
-
-    def __init__(self, backend: RankedBackend, channel: WeightChannel) -> None:
-        """Gather the weights before `channel` publishes.
-
-        Gathering blocks the event loop, on which the engine samples, so that no token comes from half of the weights.
-        """
-        self._backend = backend
-        self._channel = channel
-
-    async def start(self, version: int) -> object:
-        """Gather and publish the first weights as `version`."""
-        self._backend.gather()
-        return await self._channel.start(version)
-
-    async def publish(self, version: int) -> object:
-        """Gather and publish the current weights as `version`."""
-        self._backend.gather()
-        return await self._channel.publish(version)
 
 
 _ONCE = ("time/", "tokens/packing_refused")

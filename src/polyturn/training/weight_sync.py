@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -38,7 +38,6 @@ from polyturn.engines.recovery import Sleeper
 from polyturn.engines.replica import Replica
 from polyturn.engines.served import require_one_version
 from polyturn.infra.aio import OneThread, first_error
-from polyturn.training.backend import Backend
 from polyturn.training.checked_weights import WeightChecksums
 from polyturn.training.policy import ModelPolicy
 from polyturn.training.weight_probe import ProbeRecord, WeightProbe
@@ -68,10 +67,15 @@ class SyncReport:
 
 
 class SharedWeights:
-    """The channel to an engine that samples from the trainer's tensors: it only sends the version."""
+    """The channel to an engine that samples from a model of the trainer's process: it only sends the version."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, gather: Callable[[], object] | None = None) -> None:
+        """Send versions to `engine`. If other processes train, `gather` first copies their weights into the model.
+
+        It blocks the event loop, on which the engine samples, so that no token comes from half of the weights.
+        """
         self._engine = engine
+        self._gather = gather
 
     async def start(self, version: int) -> None:
         """Tag completions with `version`."""
@@ -79,46 +83,18 @@ class SharedWeights:
 
     async def publish(self, version: int) -> None:
         """Tag completions with `version` from now on."""
+        if self._gather is not None:
+            self._gather()
         await self._engine.update_weights(version)
 
 
-class SharedGpus:
-    """The channel to servers on the trainer's GPUs, which sleep while the trainer computes.
+class WeightSync:
+    """Pushes the trainer's weights to an engine, or to all engines of a pool, and verifies that they serve them.
+
+    Servers on the trainer's GPUs sleep while the trainer computes, and every push wakes them:
 
     rollout -> sleep -> score, update -> wake with the weights, then with the KV cache -> rollout
     """
-
-    def __init__(self, sync: WeightSync, engine: Sleeper, backend: Backend) -> None:
-        """Push weights through `sync` after `backend` has released unused memory; `engine` sleeps and wakes."""
-        self._sync = sync
-        self._engine = engine
-        self._backend = backend
-
-    async def sleep(self) -> None:
-        """Free the GPUs of the servers until weights are published.
-
-        Raises:
-            EngineError: a server does not sleep.
-        """
-        await self._engine.sleep()
-
-    async def start(self, version: int) -> SyncReport:
-        """Push the first weights as `version`; the canary wakes servers that sleep, as every later push does."""
-        self._backend.free_cache()
-        return await self._sync.start(version, before_push=self._sleep_and_make_room)
-
-    async def publish(self, version: int) -> float:
-        """Wake the servers with the current weights as `version`."""
-        self._backend.free_cache()
-        return await self._sync.publish(version)
-
-    async def _sleep_and_make_room(self) -> None:
-        await self.sleep()
-        self._backend.free_cache()
-
-
-class WeightSync:
-    """Pushes the trainer's weights to an engine, or to all engines of a pool, and verifies that they serve them."""
 
     def __init__(
         self,
@@ -129,12 +105,14 @@ class WeightSync:
         to_checkpoint: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = dict,
         adapter_only: bool = False,
         thread: OneThread | None = None,
+        sleeper: Sleeper | None = None,
     ) -> None:
         """Check engines with completions that `probe` samples.
 
         `source` has the live weights and computes logprobs. `to_checkpoint` converts weights to the names and shapes of a
         checkpoint, as servers read them; see `hf.as_checkpoint`. With `adapter_only` only the trained tensors are sent.
-        After the start, weights are read in `thread`, the trainer's thread, while episodes continue.
+        After the start, weights are read in `thread`, the trainer's thread, while episodes continue. `sleeper` is the engine
+        if it is on the trainer's GPUs.
         """
         self._engine = engine
         self._pool = engine if isinstance(engine, EnginePool) else None
@@ -143,6 +121,7 @@ class WeightSync:
         self._to_checkpoint = to_checkpoint
         self._adapter_only = adapter_only
         self._thread = thread or OneThread("polyturn-weight-sync")
+        self._sleeper = sleeper
         self._held = WeightChecksums(self._thread)
         self._record: ProbeRecord | None = None
         self._pushed = -1
@@ -151,12 +130,11 @@ class WeightSync:
         self.noise: float | None = None
         """Difference of logprobs between engine and trainer on the same weights, measured by `start`."""
 
-    async def start(self, version: int, *, before_push: Callable[[], Awaitable[object]] | None = None) -> SyncReport:
+    async def start(self, version: int) -> SyncReport:
         """Verify that weights arrive at every engine, and leave all with the true weights as `version`.
 
-        `before_push` is called before the canary is pushed, and again before the true weights. It puts those servers to
-        sleep that sleep before every update. So the canary also shows whether a server loses an update that arrives while it
-        sleeps, or wakes with old weights.
+        Servers on the trainer's GPUs sleep before the canary is pushed, and again before the true weights. So the canary
+        also shows whether a server loses an update that arrives while it sleeps, or wakes with old weights.
 
         Raises:
             EngineError: a group of parameters does not arrive; the message names the group.
@@ -172,8 +150,8 @@ class WeightSync:
         if self._pool is not None:  # not before, because verification needs the noise
             self._pool.verify = self.verify
         with self._changed([s for own in samples.values() for s in own]) as changes:
-            if before_push is not None:
-                await before_push()
+            if self._sleeper is not None:
+                await self._sleeper.sleep()
             sent = await self._push(version)
             seen = await self._sample(version)
             canaries = await self._differences(seen)
@@ -181,14 +159,14 @@ class WeightSync:
             for name, canary in canaries.items():
                 # If a group is missing, logprobs differ by that group's effect; otherwise only by the noise.
                 if canary > min(effects[name].values()) / 4:
-                    advice = "use another engine.weights" + (" or engine.update" if before_push is not None else "")
+                    advice = "use another engine.weights" + (" or engine.update" if self._sleeper is not None else "")
                     raise EngineError(f"{self._verdict(name, changes, seen[name], canary)}; {advice}")
             # Learn checksums on the changed weights: true tensors may be equal, such as norms that are all ones, and the
             # change makes them distinguishable.
             if not self._adapter_only:  # servers compute no checksums of adapters
                 await self._held.learn(self._engines(), sent)
-        if before_push is not None:
-            await before_push()
+        if self._sleeper is not None:
+            await self._sleeper.sleep()
         await self.publish(version)
         # Not before, because the canary's weights have the same version as the true ones.
         if self._pool is not None:
@@ -281,6 +259,8 @@ class WeightSync:
             self._pool.exclude(replica, problem)
 
     async def _push(self, version: int) -> Mapping[str, Tensor]:
+        if self._sleeper is not None:  # the servers' memory must fit beside the trainer's
+            self._source.backend.free_cache()
         # During a push there is no record. A server that returns now is compared with the trainer, which does not train
         # meanwhile.
         self._record, self._pushed = None, version

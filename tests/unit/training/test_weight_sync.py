@@ -20,8 +20,7 @@ from polyturn.infra.aio import OneThread
 from polyturn.training import lora
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import ModelPolicy, local_policy
-from polyturn.training.ranked import GatheredWeights
-from polyturn.training.weight_sync import SharedGpus, WeightSync
+from polyturn.training.weight_sync import SharedWeights, WeightSync
 from support.refusals import refuses_later
 from support.weight_server import NORM, ChecksumServer, WeightLink, WeightServer, probe, sending_pool, weight_policy
 
@@ -132,7 +131,7 @@ class Sleepy(WeightServer):
 
 def shared_gpus(server, policy):
     pool = EnginePool([server])
-    return SharedGpus(WeightSync(pool, policy, probe()), pool, policy.backend)
+    return WeightSync(pool, policy, probe(), sleeper=pool)
 
 
 async def test_canary_wakes_servers_that_sleep():
@@ -189,16 +188,14 @@ async def test_episodes_go_on_while_the_trainer_scores():
 async def test_weights_are_gathered_before_their_version_is_published():
     calls = []
 
-    class Ranks:
-        def gather(self):
-            calls.append("gather")
-
-    class Channel:
-        async def publish(self, version):
+    class Engine:
+        async def update_weights(self, version):
             calls.append(version)
 
-    await GatheredWeights(Ranks(), Channel()).publish(3)
-    assert calls == ["gather", 3]
+    channel = SharedWeights(Engine(), gather=lambda: calls.append("gather"))
+    await channel.start(2)
+    await channel.publish(3)
+    assert calls == ["gather", 2, "gather", 3]
 
 
 async def test_each_server_of_a_pool_is_held_to_the_weights():
