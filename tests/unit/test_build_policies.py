@@ -16,6 +16,7 @@ from polyturn.core.errors import ConfigError, PolyturnError
 from polyturn.engines.embedded import EmbeddedEngine
 from polyturn.engines.pool import EnginePool
 from polyturn.testing.tiny_models import tiny_tokenizer
+from polyturn.training.hf import save_model
 from support.example_schedulers import FOLDER
 from support.models import tiny_model
 from support.refusals import refuses
@@ -83,7 +84,7 @@ def test_adapter_checkpoint_is_put_on_the_model(tmp_path: Path, monkeypatch: pyt
         for name, parameter in first.model.named_parameters():
             if ".lora_" in name:
                 parameter.normal_(std=0.3)
-    build.exporter(first, adapter_only=True)(tmp_path / "adapter")
+    save_model(first.model, tmp_path / "adapter", tokenizer=first.tokenizer, adapter_only=True)
     parts = build.build_parts(place(tmp_path, {"earlier": {"checkpoint": "adapter"}}, *lora))
     one: Any = parts.policies.by_name["earlier"]
     saved, held = dict(first.model.named_parameters()), dict(one.engine.module.named_parameters())

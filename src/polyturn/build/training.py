@@ -214,18 +214,14 @@ def _sleeper(parts: Parts) -> Sleeper | None:
     return parts.engine
 
 
-def exporter(parts: Parts, *, adapter_only: bool = False) -> Callable[..., Path]:
-    """Return a function that saves the current model, with tokenizer and processor, in Hugging Face format.
-
-    With LoRA it saves the merged model, or with `adapter_only` only the adapter.
-    """
+def exporter(parts: Parts) -> Callable[..., Path]:
+    """Return a function that saves the current model, merged with its adapter, with tokenizer and processor, in Hugging Face
+    format."""
     from polyturn.training import hf
 
     media = parts.context.media
     processor = None if media is None else media.processor
-    return functools.partial(
-        hf.save_model, parts.model, tokenizer=parts.tokenizer, processor=processor, adapter_only=adapter_only
-    )
+    return functools.partial(hf.save_model, parts.model, tokenizer=parts.tokenizer, processor=processor)
 
 
 def stored_exporter(parts: Parts) -> Callable[[Path], object]:
