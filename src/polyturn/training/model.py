@@ -93,7 +93,8 @@ class ScoringModel(nn.Module):
 
     def scores(self, batch: MicroBatch) -> Tensor:
         """Return [S] the log-probability or value of each target."""
-        raise NotImplementedError
+        output: TargetScores | Tensor = self(batch)
+        return output.logprobs_S if isinstance(output, TargetScores) else output
 
     def entropies(self, batch: MicroBatch) -> Tensor:
         """Return [S] the entropy of the distribution of each target; only a policy has one."""
@@ -269,11 +270,6 @@ class PolicyModel(ScoringModel):
             whole[:] = [None if part is None else share.of_tokens(part) for part in parts]
         return routing
 
-    def scores(self, batch: MicroBatch) -> Tensor:
-        """Return [S] the log-probability of each target."""
-        target_scores: TargetScores = self(batch)
-        return target_scores.logprobs_S
-
 
 class ValueModel(ScoringModel):
     """A backbone and a linear map from its last hidden state to a value, initially 0."""
@@ -316,11 +312,6 @@ class ValueModel(ScoringModel):
         values_S: Tensor = self.head(read_SH.to(self.head.weight.dtype))[:, 0]
         # The hook of a sharded module's backward pass must not sit on a view, hence the copy.
         return touching(values_S.clone() if share is None else share.of_targets(values_S), self.encoders)
-
-    def scores(self, batch: MicroBatch) -> Tensor:
-        """Return [S] the value at each target of `batch`."""
-        values: Tensor = self(batch)
-        return values
 
 
 def value_head(hidden: int, *, dtype: torch.dtype) -> nn.Linear:

@@ -184,11 +184,6 @@ class MegatronPolicy(MegatronModel):
         of_S = sequence_of_targets(batch).to(balance_B.device, non_blocking=True)
         return scores._replace(balance_S=balance_B[of_S], figures={**scores.figures, "policy/router_balance": balance})
 
-    def scores(self, batch: MicroBatch) -> Tensor:
-        """Return [S] the log-probability of each target."""
-        target_scores: TargetScores = self(batch)
-        return target_scores.logprobs_S
-
     def _scores(self, read_SH: Tensor, own: MicroBatch, *, entropy_grad: bool | None) -> Tensor:
         """Return [1 or 2, S] log-probabilities and entropies."""
         gpt: Any = self.backbone
@@ -247,11 +242,6 @@ class MegatronValues(MegatronModel):
         """Return [S] the value at each target of `batch`; collective over the ranks of a row."""
         head: Any = self.backbone.head
         return self._run(batch, lambda read_SH, own: head(read_SH.to(head.weight.dtype)).T)[0]
-
-    def scores(self, batch: MicroBatch) -> Tensor:
-        """Return [S] the value at each target of `batch`."""
-        values: Tensor = self(batch)
-        return values
 
 
 def _score(
