@@ -165,13 +165,13 @@ def dropout():
 
     Layers with whole inputs alone: of the others each rank of a row draws for its own columns.
     """
-    model, mesh = exact_model(layers=1), make_mesh(CPU, tensor_parallel=2)
+    model = exact_model(layers=1)
     torch.manual_seed(dist.get_rank())  # as of a leader that has drawn more
     add_lora(model, LoraSettings(rank=2, alpha=4, dropout=0.5, target_modules=["q_proj", "v_proj", "up_proj"]))
     for name, tensor in adapter_tensors(model).items():
         tensor.add_(0.1 * (".lora_B." in name))
     options = {"optim": OPTIM, "layout": LayoutSettings(max_tokens_per_batch=400, max_padding_per_batch=400)}
-    placement, samples, grads = Sharded(mesh, CPU), samples_of(CASE, 5, 3), []
+    placement, samples, grads = Sharded(Degrees(tensor_parallel=2), CPU), samples_of(CASE, 5, 3), []
     one = ModelPolicy(policy_backend(copy.deepcopy(model), **options))
     many = ModelPolicy(policy_backend(model, placement=placement, **options))
     for made, draws in ((one, placement.drawing(0, 0)), (many, contextlib.nullcontext())):
@@ -361,7 +361,7 @@ def measure_long(out, *_):
         ids, noise = rng.integers(0, VOCAB, length).astype(np.int32), rng.normal(size=length).astype(np.float32)
         row = {"loss_weights": weights, "turn_ids": np.zeros(length, np.int32), "advantages": noise}
         samples = [TrainSample(id=SampleId("g", "0", 0), token_ids=ids, **row)]
-        placement = Sharded(make_mesh(device), device, degrees=Degrees(context_parallel=2))
+        placement = Sharded(Degrees(context_parallel=2), device)
         made = []
         for placed in [None, placement] if name == "short" else [placement]:
             model = tiny_model(VOCAB, hidden=256, layers=2, heads=4, kv_heads=2).to(device)

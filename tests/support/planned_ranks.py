@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from polyturn.batching.layout import LayoutSettings
-from polyturn.training.fsdp import Sharded, make_mesh
+from polyturn.training.fsdp import Sharded
 from polyturn.training.hf import load_model, load_unread
 from polyturn.training.memory import ModelSize, RankLoad, rank_bytes
 from polyturn.training.options import Degrees, OptimSettings
@@ -59,7 +59,7 @@ def measure(out, folder, *tensor_parallel):
     else:
 
         def make(spec, held):
-            placement = Sharded(make_mesh(CPU), CPU)
+            placement = Sharded(Degrees(), CPU)
             return policy_backend(load_unread(folder), placement=placement, optim=OptimSettings(), layout=layout)
 
         worker = RankWorker({"policy": make})

@@ -21,7 +21,7 @@ import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -86,14 +86,25 @@ def _mesh(world: Any, device_type: str, width: int, names: tuple[str, str]) -> D
 class OverRanks(Placement):
     """A placement over ranks. All of its calls are collective."""
 
-    def __init__(self, device: torch.device, *, start: Mapping[str, Tensor] | None = None) -> None:
-        """Compute on `device`.
+    def __init__(self, degrees: Degrees, device: torch.device, *, start: Mapping[str, Tensor] | None = None) -> None:
+        """Split by `degrees`, and compute on `device`.
 
         The trained network and copies of it start with this rank's parts `start`, by the names of the backbone. None keeps
         the model's weights; an unread model reads them from its files.
         """
+        self._degrees = degrees
         self._device = device
         self._start = start
+
+    @classmethod
+    def of(cls, degrees: Degrees, device: torch.device, *, start: Mapping[str, Tensor] | None = None) -> Self:
+        """Split by `degrees`, as the constructor does."""
+        return cls(degrees, device, start=start)
+
+    @property
+    def needs_packing(self) -> bool:  # type: ignore[override]
+        """Whether ranks split tokens, which requires packed rows."""
+        return self._degrees.context_parallel > 1
 
     def device(self, network: ScoringModel) -> torch.device:
         """Return the device of this rank."""
@@ -146,40 +157,21 @@ def _first_reason(own: str | None) -> str | None:
 class Sharded(OverRanks):
     """Parameters, gradients and moments in shards over a mesh."""
 
-    def __init__(
-        self,
-        mesh: DeviceMesh,
-        device: torch.device,
-        *,
-        start: Mapping[str, Tensor] | None = None,
-        degrees: Degrees | None = None,
-    ) -> None:
-        """Spread over `mesh` (from `make_mesh`), whose rows split matrices; `degrees` sets the other kinds of parallelism.
+    def __init__(self, degrees: Degrees, device: torch.device, *, start: Mapping[str, Tensor] | None = None) -> None:
+        """Spread over all ranks, by `degrees`.
 
         Raises:
-            ConfigError: the number of rows is not a multiple of `degrees.context_parallel`.
+            ConfigError: the ranks do not divide by `degrees`.
         """
-        super().__init__(device, start=start)
-        self._mesh = mesh
-        self._degrees = degrees = degrees or Degrees(tensor_parallel=mesh["tp"].size())
+        super().__init__(degrees, device, start=start)
+        self._mesh = make_mesh(device, tensor_parallel=degrees.tensor_parallel)
         seed = torch.tensor(torch.initial_seed() >> 1, device=device)
         dist.broadcast(seed, src=0)
         self._seed = int(seed)
         num_split = degrees.context_parallel
-        self._context = ContextRow.of(device, size=num_split, inner=mesh["tp"].size()) if num_split > 1 else None
+        self._context = ContextRow.of(device, size=num_split, inner=degrees.tensor_parallel) if num_split > 1 else None
         num, names = degrees.expert_parallel, ("copies", "ep")
         self._experts = _mesh(dist.group.WORLD, device.type, num, names) if num > 1 else None
-
-    @property
-    def needs_packing(self) -> bool:  # type: ignore[override]
-        """Whether ranks split tokens, which requires packed rows."""
-        return self._context is not None
-
-    @classmethod
-    def of(cls, degrees: Degrees, device: torch.device, *, start: Mapping[str, Tensor] | None = None) -> Sharded:
-        """Spread over all ranks, by `degrees`."""
-        mesh = make_mesh(device, tensor_parallel=degrees.tensor_parallel)
-        return cls(mesh, device, start=start, degrees=degrees)
 
     @staticmethod
     def check(model: PreTrainedModel, degrees: Degrees) -> None:

@@ -24,9 +24,10 @@ from polyturn.engines.weights import transfer as weight_transfer
 from polyturn.engines.weights.checksums import fold_all
 from polyturn.engines.weights.folder import WeightFolder
 from polyturn.engines.weights.transfer import WeightTransfer
-from polyturn.training.fsdp import Sharded, make_mesh
+from polyturn.training.fsdp import Sharded
 from polyturn.training.hf import as_checkpoint
 from polyturn.training.optim import OptimSettings
+from polyturn.training.options import Degrees
 from polyturn.training.policy import policy_backend
 from polyturn.training.process_group import join
 from polyturn.training.rank_group import RankWorker
@@ -49,7 +50,7 @@ def build() -> RankWorker:
     join()
 
     def make(kind: str, _: Any) -> Any:
-        return policy_backend(model_of(kind), placement=Sharded(make_mesh(CPU), CPU), optim=OptimSettings())
+        return policy_backend(model_of(kind), placement=Sharded(Degrees(), CPU), optim=OptimSettings())
 
     return RankWorker({"policy": make})
 

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from polyturn.engines.weights.folder import WeightFolder
-from polyturn.training.fsdp import Sharded, make_mesh
+from polyturn.training.fsdp import Sharded
 from polyturn.training.optim import OptimSettings
+from polyturn.training.options import Degrees
 from polyturn.training.policy import policy_backend
 from polyturn.training.rank_group import RankWorker
 from polyturn.training.ranked import RankedBackend
@@ -47,7 +48,7 @@ class Measured(RankWorker):
 
 def main(out):
     def make(spec, held):
-        return policy_backend(make_model(), placement=Sharded(make_mesh(CPU), CPU), optim=OptimSettings())
+        return policy_backend(make_model(), placement=Sharded(Degrees(), CPU), optim=OptimSettings())
 
     rank = Measured({"policy": make})
     number, found = dist.get_rank(), {}

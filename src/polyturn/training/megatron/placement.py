@@ -41,21 +41,6 @@ from polyturn.training.shards import Origin
 class Megatron(OverRanks):
     """Parameters, gradients and moments split by megatron-core."""
 
-    def __init__(self, degrees: Degrees, device: torch.device, *, start: Mapping[str, Tensor] | None = None) -> None:
-        """Split by `degrees`."""
-        super().__init__(device, start=start)
-        self._degrees = degrees
-
-    @property
-    def needs_packing(self) -> bool:  # type: ignore[override]
-        """Whether ranks split tokens, which requires packed rows."""
-        return self._degrees.context_parallel > 1
-
-    @classmethod
-    def of(cls, degrees: Degrees, device: torch.device, *, start: Mapping[str, Tensor] | None = None) -> Megatron:
-        """Split by `degrees`."""
-        return cls(degrees, device, start=start)
-
     @staticmethod
     def check(model: PreTrainedModel, degrees: Degrees) -> None:
         """Raise for a model that this module cannot split by `degrees`.
