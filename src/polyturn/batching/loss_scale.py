@@ -19,6 +19,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,7 @@ from numpy.typing import ArrayLike
 from polyturn.core.arrays import Floats, Ids
 from polyturn.core.code_origin import defined_at
 from polyturn.core.errors import AlignmentError, ConfigError, plugin_errors_as
+from polyturn.core.messages import Message
 from polyturn.core.reward import brief
 from polyturn.core.trajectory import Segment, SpanSource, Trajectory, Turn
 from polyturn.infra.live import NameOrObject
@@ -49,6 +51,9 @@ class SampledTurn:
     is_last_round: bool
     """Whether the turn belongs to the last message of the sample."""
     decode: Decode
+    query: str = ""
+    """The text of the user or tool messages that the turn's message answers: the last ones before it in
+    `Trajectory.messages`."""
 
     @cached_property
     def starts(self) -> list[int]:
@@ -182,10 +187,29 @@ class LossScale:
         first = len(indices) - 1  # the first turn of the last message
         while first > 0 and by_index[indices[first - 1]].is_continued:
             first -= 1
+        queries = _queries(trajectory)
         return [
-            SampledTurn(turn=by_index[i], ids=np.concatenate(ids[i]), is_last_round=n >= first, decode=self.decode)
+            SampledTurn(
+                turn=by_index[i], ids=np.concatenate(ids[i]), is_last_round=n >= first, decode=self.decode, query=queries[i]
+            )
             for n, i in enumerate(indices)
         ]
+
+
+def _queries(trajectory: Trajectory) -> dict[int, str]:
+    """Return turn index -> `SampledTurn.query`."""
+    queries: dict[int, str] = {}
+    query = _last_query(trajectory.task.prompt)
+    for turn in trajectory.turns:
+        queries[turn.index] = query
+        query = query if turn.is_continued else _last_query(turn.observation) or query
+    return queries
+
+
+def _last_query(messages: Sequence[Message]) -> str:
+    """Return the text of the last consecutive messages that are neither an assistant's nor system messages."""
+    runs = [list(run) for is_reply, run in groupby(messages, lambda m: m.role == "assistant") if not is_reply]
+    return "".join(m.text for m in runs[-1] if m.role != "system") if runs else ""
 
 
 def build_loss_scale(name: NameOrObject, *, decode: Decode, base: Path | None = None) -> LossScale | None:

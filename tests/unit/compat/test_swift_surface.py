@@ -233,6 +233,31 @@ async def test_strategy_of_a_plug_in_replaces_a_shipped_one() -> None:
         loss_scale.register("ignore_think_prefix", replace=True)(shipped)
 
 
+async def test_loss_scale_gets_the_query_of_each_reply() -> None:
+    queries: list[str | None] = []
+
+    class Sees(LossScale):
+        def get_loss_scale(self, context: str, *, query: str | None = None) -> tuple[list[str], list[float]]:
+            queries.append(query)
+            return [context], [1.0]
+
+    class Asks(MultiTurnScheduler):
+        def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> Any:
+            if current_turn == 1:
+                infer_request.messages += [{"role": "tool", "content": "4"}, {"role": "user", "content": "Sure?"}]
+            else:
+                infer_request.messages[-1]["content"] += " But"
+            return {"infer_request": infer_request}
+
+    loss_scale_map["sees"] = Sees
+    context = scripted_context(["a", "b", "c"], scheduler=SwiftScheduler(Asks, max_turns=3), rewards={"*": lambda t: 1.0})
+    trajectory = await run_episode(context, task("Why?"), id="e")
+    scale = build_loss_scale("sees", decode=tiny_codec().decode)
+    assert scale is not None
+    scale.weights(trajectory, trajectory.segments[0])
+    assert queries == ["Why?", "4Sure?", "4Sure?"]
+
+
 class OwnCall(LossScale):
     def __call__(self, contexts: Any, types: Any, messages: Any) -> Any:
         return contexts, [0.0] * len(contexts)

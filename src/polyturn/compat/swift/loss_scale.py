@@ -21,7 +21,7 @@ from polyturn.compat.swift.registry import PluginDict
 from polyturn.compat.swift.template import ContextType
 from polyturn.core.code_origin import defined_at
 from polyturn.core.errors import ConfigError
-from polyturn.infra.plugin_shape import num_positional
+from polyturn.infra.plugin_shape import has_parameter, num_positional, takes_any_keyword
 
 _OBSERVED = re.compile(r"(Observation:)(.*?)(?=\nThought:|\nAction:|\nFinal Answer:|\Z)", re.DOTALL)
 
@@ -93,10 +93,10 @@ def check_strategy(strategy: Any, *, name: str) -> None:
 
 def _cut(strategy: Any, turn: SampledTurn) -> tuple[list[str], list[float]]:
     """Call a strategy on a reply; releases before 4 also pass the kind of text and whether it is the last round."""
-    if (num_positional(strategy.get_loss_scale) or 1) >= 3:
-        cut: tuple[list[str], list[float]] = strategy.get_loss_scale(turn.text, ContextType.RESPONSE, turn.is_last_round)
-    else:
-        cut = strategy.get_loss_scale(turn.text)
+    method = strategy.get_loss_scale
+    round_of = (ContextType.RESPONSE, turn.is_last_round) if (num_positional(method) or 1) >= 3 else ()
+    options = {"query": turn.query} if takes_any_keyword(method) or has_parameter(method, "query") else {}
+    cut: tuple[list[str], list[float]] = method(turn.text, *round_of, **options)
     return cut
 
 
