@@ -17,7 +17,7 @@ from polyturn import compat
 from polyturn.batching.loss_scale import build_loss_scale, loss_scale
 from polyturn.compat.swift.adapter import SwiftScheduler
 from polyturn.compat.swift.base import MultiTurnScheduler, RolloutScheduler
-from polyturn.compat.swift.loss_scale import LossScale, REACTLossScale, loss_scale_map
+from polyturn.compat.swift.loss_scale import LossScale, loss_scale_map
 from polyturn.compat.swift.schedulers import ThinkingModelTipsScheduler
 from polyturn.compat.swift.shapes import check_scheduler
 from polyturn.compat.swift.template import ContextType
@@ -276,10 +276,20 @@ async def test_loss_scale_without_get_loss_scale_is_refused(strategy: Any, names
     refuses(lambda: scale.weights(trajectory, trajectory.segments[0]), ConfigError, "'own'", names)
 
 
-def test_react_scale_leaves_out_written_observations() -> None:
-    pieces, weights = REACTLossScale().get_loss_scale("Thought: a\nObservation: b\nThought: c")
-    assert "".join(pieces) == "Thought: a\nObservation: b\nThought: c"
-    assert [p for p, w in zip(pieces, weights, strict=True) if not w] == [" b"]
+@pytest.mark.parametrize(
+    ("name", "text", "left_out"),
+    [
+        ("react", "Thought: a\nObservation: b\nThought: c", [" b\n"]),
+        ("react", "Observation:Observation: b Next: c", ["", " b Next: c"]),
+        ("alpha_umi", "Thought: a\nObservation: b\nNext: c", [" b\n"]),
+        ("agentflan", "Observation: b\nName: c", [" b\n"]),
+        ("qwen", "✿ARGS✿: a\n✿RESULT✿: b\n✿RETURN✿: c", [" b\n"]),
+    ],
+)
+def test_results_that_the_model_writes_are_left_out(name: str, text: str, left_out: list[str]) -> None:
+    pieces, weights = loss_scale_map[name]().get_loss_scale(text)
+    assert "".join(pieces) == text
+    assert [p for p, w in zip(pieces, weights, strict=True) if not w] == left_out
 
 
 def test_helpers_of_an_own_loop_take_what_they_like() -> None:

@@ -23,8 +23,6 @@ from polyturn.core.code_origin import defined_at
 from polyturn.core.errors import ConfigError
 from polyturn.infra.plugin_shape import has_parameter, num_positional, takes_any_keyword
 
-_OBSERVED = re.compile(r"(Observation:)(.*?)(?=\nThought:|\nAction:|\nFinal Answer:|\Z)", re.DOTALL)
-
 
 class SwiftLossScale:
     """A strategy that splits a reply into pieces and weights each."""
@@ -45,14 +43,36 @@ LossScale = SwiftLossScale  # the name in users' imports
 class REACTLossScale(LossScale):
     """Leaves out observations that the model itself writes."""
 
+    headings: Sequence[str] = ("Action:", "Action Input:", "Thought:", "Final Answer:", "Observation:")
+    left_out = "Observation:"
+    """The heading whose text, up to the next heading, is not trained."""
+
     def get_loss_scale(self, context: str, *args: Any, **kwargs: Any) -> tuple[list[str], list[float]]:
-        """Return the pieces with weight 0 for observations and 1 for other text."""
-        pieces, weights, at = [], [], 0
-        for match in _OBSERVED.finditer(context):
-            pieces += [context[at : match.start(2)], match[2]]
-            weights += [1.0, 0.0]
-            at = match.end()
-        return [*pieces, context[at:]], [*weights, 1.0]
+        """Return the pieces with weight 0 for texts under the heading `left_out` and 1 for other text."""
+        pieces = re.split(f"({'|'.join(map(re.escape, self.headings))})", context)
+        return pieces, [float(before != self.left_out) for before in ["", *pieces[:-1]]]
+
+
+class AlphaUmiLossScale(REACTLossScale):
+    """As REACT, with another heading."""
+
+    headings = (*REACTLossScale.headings, "Next:")
+
+
+class AgentFlanLossScale(REACTLossScale):
+    """As REACT, with more headings."""
+
+    headings = (
+        *REACTLossScale.headings,
+        *("Name:", "ACTION:", "Tool:", "Command", "Arguments:", "action input", "ACTION_INPUT:"),
+    )
+
+
+class QwenLossScale(REACTLossScale):
+    """Leaves out results that the model itself writes."""
+
+    headings = ("✿FUNCTION✿:", "✿ARGS✿:", "✿RETURN✿:", "✿RESULT✿:")
+    left_out = "✿RESULT✿:"
 
 
 class LossScaleDict(PluginDict):
@@ -117,6 +137,11 @@ def _weights(strategy: Any, turn: SampledTurn, *, name: str) -> np.ndarray[Any, 
 loss_scale_map = LossScaleDict("loss_scale_map")
 for _name in ("default", "last_round", "all", "ignore_empty_think", "ignore_think_prefix"):
     dict.__setitem__(loss_scale_map, _name, LossScale)
-for _name in ("base", "hermes", "qwen", "agentflan", "alpha_umi"):  # weights above 1, which are not masks
+for _name in ("base", "hermes"):  # hermes has only weights above 0
     loss_scale_map[_name] = LossScale
-loss_scale_map["react"] = REACTLossScale
+loss_scale_map |= {
+    "react": REACTLossScale,
+    "qwen": QwenLossScale,
+    "agentflan": AgentFlanLossScale,
+    "alpha_umi": AlphaUmiLossScale,
+}
