@@ -154,14 +154,24 @@ def _is_own(entry: Any) -> bool:
 
 
 def is_same_source(one: Any, other: Any) -> bool:
-    """Return whether two values are identical, or the same function or class of a file imported under two names.
-
-    Functions that a loop defines share their code object; those of two imports do not.
-    """
+    """Return whether two values are identical, or the same function or class of a file imported under two names."""
     if one is other:
         return True
-    is_of_loop = isinstance(one, FunctionType) and one.__code__ is getattr(other, "__code__", None)
-    return not is_of_loop and _source(one) is not None and _source(one) == _source(other)
+    return not are_of_loop(one, other) and _source(one) is not None and _source(one) == _source(other)
+
+
+def are_of_loop(one: Any, other: Any) -> bool:
+    """Return whether one statement defined both functions, or both classes, as in a loop.
+
+    Such functions share their code object, and so do the methods of such classes. Two imports of a file share none.
+    """
+    return not _codes(one).isdisjoint(_codes(other))
+
+
+def _codes(entry: Any) -> set[int]:
+    """Return the identities of the code objects of a function, or of a class's own methods."""
+    functions = vars(entry).values() if isinstance(entry, type) else [entry]
+    return {id(f.__code__) for f in functions if isinstance(f, FunctionType) and f.__module__ == entry.__module__}
 
 
 def _source(entry: Any) -> tuple[Any, ...] | None:

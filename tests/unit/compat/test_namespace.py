@@ -246,3 +246,22 @@ def test_file_under_two_names_registers_once(tmp_path: Path, monkeypatch: pytest
     assert first is not second
     (tmp_path / "others.py").write_text(REGISTERS)
     refuses(lambda: import_file(tmp_path / "others.py"), MissingModuleError, "already been registered")
+
+
+OF_A_LOOP = """
+from polyturn.infra.plugins import Registry
+from verl.workers.reward_manager import register
+
+things = Registry("things")
+for size in (1, 2):
+    @REGISTER("of_a_loop")
+    class Manager:
+        def __call__(self, data):
+            return size
+"""
+
+
+@pytest.mark.parametrize("registers", ["register", "things.register"])
+def test_class_of_a_loop_replaces_no_other(registers: str, tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text(OF_A_LOOP.replace("REGISTER", registers))
+    refuses(lambda: import_file(tmp_path / "loop.py"), MissingModuleError, "of_a_loop", "registered")

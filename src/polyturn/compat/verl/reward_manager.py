@@ -31,7 +31,7 @@ from polyturn.compat.verl.import_utils import load_extern_object
 from polyturn.compat.verl.reward_score import default_compute_score
 from polyturn.core.code_origin import defined_at
 from polyturn.core.errors import ConfigError, RewardError, UnknownNameError, did_you_mean
-from polyturn.infra.plugins import is_same_source
+from polyturn.infra.plugins import are_of_loop, is_same_source
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,8 @@ def register(name: str) -> Callable[[_Class], _Class]:
 
     def add(cls: _Class) -> _Class:
         registered = REWARD_MANAGER_REGISTRY.get(name, cls)
-        is_former = (registered.__module__, registered.__qualname__) == (cls.__module__, cls.__qualname__)
+        is_of_name = (registered.__module__, registered.__qualname__) == (cls.__module__, cls.__qualname__)
+        is_former = is_of_name and not are_of_loop(registered, cls)
         if not is_former and not is_same_source(registered, cls):
             raise ConfigError(f"Reward manager {name} has already been registered: {registered} vs {cls}")
         REWARD_MANAGER_REGISTRY[name] = cls
