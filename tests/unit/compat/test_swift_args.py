@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import json
 import logging
+import os
 import shlex
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from polyturn.compat.swift.args.arguments import (
     megatron_to_native,
     parse,
     read,
+    read_command,
     read_value,
     rollout_table,
     rollout_to_native,
@@ -202,6 +204,39 @@ def test_file_is_read_with_overrides(tmp_path: Path, caplog: pytest.LogCaptureFi
     path.write_text("model: m\nmax_turns: 3\nmax_turns: 4\n")
     refuses(lambda: read(path), ConfigError, "line 3", "max_turns")
     refuses(lambda: to_native(parse([])), ConfigError, "model")
+
+
+@pytest.mark.parametrize("line", ["FILE --max_turns 3 --polyturn.name b", "--polyturn.name b --config FILE --max_turns 3"])
+def test_flags_override_those_of_a_file(line: str, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("model: m/x\nmax_turns: 2\npolyturn: {name: a, engine: {kind: vllm}}\n")
+    tree = read_command(line.replace("FILE", str(tmp_path / "a.yaml")).split())
+    assert (tree.values["model"], tree.values["max_turns"], tree.values["top_k"]) == ("m/x", 3, -1)
+    assert tree.values["polyturn"] == {"name": "b", "engine": {"kind": "vllm"}} and "config" not in tree.values
+    assert (
+        tree.origin["model"] == f"in {tmp_path / 'a.yaml'}" and tree.origin["max_turns"] == "from the argument '--max_turns'"
+    )
+    refuses(lambda: read_command(["--config"]), ConfigError, "--config")
+
+
+def test_file_of_a_ray_run_has_sections_for_roles(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(
+        "model: m/x\ndataset: rows.jsonl\nuse_gym_env: true\ntrain_iters: 10\ncolocate_groups: [[train, rollout]]\n"
+        "train: {gpus: 8, tensor_model_parallel_size: 2}\nrollout: {gpus: 8, vllm_max_model_len: 512}\n"
+    )
+    found = megatron_to_native(read_command(["--use_ray", "--config", str(tmp_path / "a.yaml")], MEGATRON_DEFAULTS))
+    assert at(found.native, "train.distributed.tensor_parallel") == 2
+    assert at(found.native, "rollout.limits.max_context") == 512
+    assert any("gpus" in notice and "colocate_groups" in notice for notice in found.notices())
+
+
+def test_variables_of_a_file_are_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(os, "environ", {"NNODES": "2"})
+    (tmp_path / "a.yaml").write_text("model: m/x\nENV: {NPROC_PER_NODE: 4, NNODES: 1}\n")
+    assert "ENV" not in read(tmp_path / "a.yaml").values
+    assert os.environ == {"NNODES": "2", "NPROC_PER_NODE": "4"}
+    assert "NNODES is '2'" in caplog.text
 
 
 # Native keys and unknown flags

@@ -24,8 +24,8 @@ from polyturn.compat.swift.args.arguments import (
     DEFAULTS,
     MEGATRON_DEFAULTS,
     megatron_to_native,
-    parse,
     read,
+    read_command,
     rollout_to_native,
     to_native,
 )
@@ -63,23 +63,21 @@ def rlhf(arguments: Sequence[str], *, megatron: bool = False) -> None:
     own = [a for a in arguments if a in ("--dry-run", "--resume")]
     rest = [a for a in arguments if a not in own]
 
-    is_file = len(rest) == 1 and not rest[0].startswith("-")
-
     def again(name: str) -> list[str]:
         kept = list(rest)
-        if name and not is_file:
+        if name:
             kept = [a for a, before in zip(rest, ["", *rest], strict=False) if "--polyturn.name" not in (a, before)]
             kept = [*(a for a in kept if not a.startswith("--polyturn.name=")), "--polyturn.name", name]
         return [*program(), "run-as", "swift", "--", "megatron" if megatron else "swift", "rlhf", *kept, "--resume"]
 
-    for flag, value in itertools.pairwise([] if is_file else arguments):
+    file = [a for a in rest[:1] if not a.startswith("-")]
+    for flag, value in itertools.pairwise(a for a in arguments if a not in file):
         if flag in own and not value.startswith("--"):
             raise ConfigError(
                 f"{flag} takes no value, but is followed by {value!r}; remove the value, or write its own flag before it"
             )
     defaults = MEGATRON_DEFAULTS if megatron else DEFAULTS
-    tree = read(Path(rest[0]), defaults=defaults) if is_file else parse(rest, defaults)
-    translation = _translate(tree, megatron=megatron)
+    translation = _translate(read_command(rest, defaults), megatron=megatron)
     train(translation, folder=None, again=again, resume="--resume" in own, dry_run="--dry-run" in own)
 
 

@@ -2,11 +2,14 @@
 
 parse(["--model", "Qwen/Qwen3-1.7B", "--reward_funcs", "accuracy", "format", "--use_vllm", "true"])
 read(Path("grpo.yaml"), ["max_turns=3"])
+read_command(["grpo.yaml", "--max_turns", "3"])
 """
 
 from __future__ import annotations
 
 import functools
+import logging
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,12 +19,14 @@ import yaml
 
 from polyturn.compat.swift.args.convert import CONVERTERS
 from polyturn.config.load import warn_of_repeated
-from polyturn.config.sources import nested
+from polyturn.config.sources import merge, nested
 from polyturn.config.translate.table import Table, read_table
 from polyturn.config.translate.translation import Translation, translate
 from polyturn.config.translate.tree import Composed
 from polyturn.core.errors import ConfigError, did_you_mean
 from polyturn.infra.yaml_file import read_yaml
+
+logger = logging.getLogger(__name__)
 
 KEYS = Path(__file__).parent / "keys.yaml"
 MEGATRON_KEYS = Path(__file__).parent / "megatron_keys.yaml"
@@ -76,7 +81,7 @@ MEGATRON_DEFAULTS: Mapping[str, Any] = {
 _TEXTS = frozenset({
     "model", "model_revision", "ref_model", "teacher_model", "system", "output_dir", "save", "api_key", "host", "adapters",
     "dataset", "val_dataset", "external_plugins", "custom_register_path", "reward_funcs", "multi_turn_scheduler", "gym_env",
-    "context_manager", "stop_words", "loss_scale",
+    "context_manager", "stop_words", "loss_scale", "config",
 })  # fmt: skip
 """Arguments that are always texts or lists of texts: a token 0123 is not a number, and a stop word [/INST] not a list."""
 
@@ -91,6 +96,25 @@ def table() -> Table:
 def megatron_table() -> Table:
     """Return the table of the arguments of `megatron rlhf`, including those of `swift rlhf`."""
     return read_table(MEGATRON_KEYS, KEYS)
+
+
+def read_command(arguments: Sequence[str], defaults: Mapping[str, Any] = DEFAULTS) -> Composed:
+    """Read a command line: flags, or a file of arguments (first, or as `--config FILE`) with flags on top of it.
+
+    Raises:
+        ConfigError: as for `parse` and `read`.
+    """
+    is_first = bool(arguments) and not arguments[0].startswith("-")
+    flags = parse(arguments[1:] if is_first else arguments, {})
+    path = arguments[0] if is_first else flags.values.pop("config", None)
+    if path is None:
+        return over_defaults(flags.values, flags.origin, defaults)
+    file = read(Path(path), defaults=defaults)
+    values = {**file.values, **flags.values}
+    if isinstance(native := file.values.get("polyturn"), dict):
+        merge(native, flags.values.get("polyturn", {}))
+        values["polyturn"] = native
+    return Composed(values=values, origin={**file.origin, **{k: v for k, v in flags.origin.items() if k != "config"}})
 
 
 def parse(arguments: Sequence[str], defaults: Mapping[str, Any] = DEFAULTS) -> Composed:
@@ -124,13 +148,21 @@ def parse(arguments: Sequence[str], defaults: Mapping[str, Any] = DEFAULTS) -> C
 def read(path: Path, overrides: Sequence[str] = (), defaults: Mapping[str, Any] = DEFAULTS) -> Composed:
     """Read a YAML file of arguments on top of `defaults`, and overrides `name=value` on top of the file.
 
+    The variables of its section ENV are set unless the environment has them.
+
     Raises:
         ConfigError: the file does not exist, or has no arguments.
     """
     if not path.is_file():
         near = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         raise ConfigError(f"the file {str(path)!r} does not exist.{did_you_mean(path.name, near) if near else ''}")
-    written = {name: _value_of(name, v) if isinstance(v, str) else v for name, v in read_yaml(path).items()}
+    written = read_yaml(path)
+    for name, value in (written.pop("ENV", None) or {}).items():
+        if os.environ.setdefault(name, str(value)) != str(value):
+            logger.warning("%s: %s is %r in the environment, which takes precedence", path, name, os.environ[name])
+    for role in ("rollout", "train"):  # the file of a Ray run has a section for each role
+        written |= written.pop(role) if isinstance(written.get(role), dict) else {}
+    written = {name: _value_of(name, v) if isinstance(v, str) else v for name, v in written.items()}
     values = _as_tree(written)
     origin = dict.fromkeys(written, f"in {path}")
     warn_of_repeated(overrides)
@@ -229,8 +261,7 @@ def rollout_to_native(arguments: Sequence[str]) -> Translation:
     Raises:
         ConfigError: an argument is unknown, unsupported, or contradicts another; one line each.
     """
-    is_file = len(arguments) == 1 and not arguments[0].startswith("-")
-    tree = read(Path(arguments[0])) if is_file else parse(arguments)
+    tree = read_command(arguments)
     names = dict.fromkeys(name.partition(".")[0] if name.startswith("polyturn.") else name for name in tree.origin)
     own_values = {name: tree.values[name] for name in names}
     if not own_values.get("model"):
