@@ -334,6 +334,7 @@ def test_image_variables_are_reported(monkeypatch: pytest.MonkeyPatch, caplog: p
         (4, "--per_device_train_batch_size 8 --gradient_accumulation_steps 2", 8, 1),
         (2, "--per_device_train_batch_size 4 --steps_per_generation 4", 4, 4),
         (2, "--per_device_train_batch_size 4 --generation_batch_size 16", 2, 2),
+        (4, "--gradient_accumulation_steps 4 --generation_batch_size 4 --num_generations 4", 4, 1),
     ],
 )
 def test_batch_is_that_of_all_processes(processes: int, flags: str, groups: int, minibatches: int) -> None:

@@ -223,12 +223,14 @@ def batches(s: Source) -> None:
             + (f"; possible values are {near}" if near else f"; set generation_batch_size to {group}"),
         )
         return
+    update = processes * device * accumulation
+    if update % total == 0 and s.whole("num_iterations", 1, least=1) == 1:
+        total = update  # the rollouts before one update have the same weights, so they are one rollout here
     s.put(
         "train.groups_per_step",
         total // group,
         by="generation_batch_size" if generation_size else "per_device_train_batch_size",
     )
-    update = processes * device * accumulation
     updates = max(1, total // update)
     if total % update:
         s.refuse(
