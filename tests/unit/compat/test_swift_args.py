@@ -364,6 +364,11 @@ def test_missing_scheduler_of_a_server_is_asked_for() -> None:
         assert not any("single turn" in line for line in chosen.notices())
 
 
+@pytest.mark.parametrize("flags", ["--stop_words Observation:", "--reward_funcs null"])
+def test_refusal_may_ask_for_the_flags_of_a_server(flags: str) -> None:
+    refuses(lambda: translate("rlhf", f"{flags} --vllm_mode server"), ConfigError, "what `swift rollout` had")
+
+
 # megatron rlhf
 
 

@@ -116,7 +116,9 @@ def rewards(s: Source) -> None:
     weights = s.get("reward_weights")
     use_gym = _uses_gym(s)
     if not names and not use_gym:
-        s.refuse("reward_funcs", "there is no reward: name functions, or set use_gym_env with an environment")
+        s.refuse(
+            "reward_funcs", f"there is no reward: name functions, or set use_gym_env with an environment{_of_server(s)}"
+        )
         return
     num = len(names) + use_gym
     if weights is not None and len(as_list(weights)) != num:
@@ -150,7 +152,8 @@ def scheduler(s: Source) -> None:
                 "`swift rollout` had a multi_turn_scheduler, set it here too, with max_turns and external_plugins"
             )
         if stops:
-            s.refuse("stop_words", "stop words need a multi_turn_scheduler; the model's end token always ends a turn")
+            why = "stop words need a multi_turn_scheduler; the model's end token always ends a turn"
+            s.refuse("stop_words", why + _of_server(s))
         s.put("rollout.scheduler", "single_turn", by="multi_turn_scheduler")
         s.put("rollout.limits.max_turns", 1, by="max_turns")
         return
@@ -304,6 +307,12 @@ def as_list(value: Any) -> list[Any]:
     if value is None:
         return []
     return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _of_server(s: Source) -> str:
+    """Return the end of a message about what only the command of the rollout server may set."""
+    is_server = s.get("vllm_mode") == "server"
+    return "; no rollout server is used, so set here what `swift rollout` had" if is_server else ""
 
 
 def _uses_gym(s: Source) -> bool:
