@@ -331,6 +331,9 @@ def test_megatron_sizes_are_those_of_its_backend(tree: str):
 def test_megatron_keys_without_effect_are_reported():
     (line,) = of_megatron(f"{ACTOR}.optim.min_lr=1e-7").notices()  # a constant rate never reaches it
     assert line.startswith(f"{ACTOR}.optim.min_lr")
+    transformer = "megatron.override_transformer_config"
+    fusion = of_megatron(f"+{ACTOR}.{transformer}.apply_rope_fusion=True", f"+{ACTOR}.{transformer}.moe_router_dtype=fp32")
+    assert any("apply_rope_fusion" in line and "moe_router_dtype" in line for line in fusion.notices())
     lora = of_megatron("+actor_rollout_ref.model.lora={rank: 8, type: canonical_lora}")
     assert any("lora.rank" in line for line in lora.notices())
     assert len(lora.native["model"]["lora"]["target_modules"]) == 7
