@@ -21,8 +21,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Annotated, Any, Literal, NamedTuple, Union, cast, get_args, get_origin
 
-from pydantic import BaseModel, TypeAdapter
-from pydantic_core import PydanticUndefined
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined, to_jsonable_python
 
 from polyturn.infra.live import LiveObject
 
@@ -121,20 +121,6 @@ def _docs(section: type) -> dict[str, str]:
             ):
                 docs[node.target.id] = inspect.cleandoc(str(below.value.value))
     return docs
-
-
-def as_data(section: Any) -> dict[str, Any]:
-    """Return the values of a section as plain data."""
-    if isinstance(section, BaseModel):
-        return section.model_dump(mode="json")
-    data: dict[str, Any] = _adapter(cast(Any, type(section))).dump_python(section, mode="json")
-    return data
-
-
-@functools.cache
-def _adapter(section: type) -> TypeAdapter[Any]:
-    """Return the adapter from instances of a class to plain data, cached because making one is slow."""
-    return TypeAdapter(section)
 
 
 def meant(annotation: Any, value: Any) -> Any:
@@ -240,15 +226,7 @@ def default_tree(model: type) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    return as_data(value) if is_model(type(value)) else json.loads(json.dumps(value, default=_as_text))
-
-
-def _as_text(value: Any) -> Any:
-    if is_model(type(value)):
-        return as_data(value)
-    if isinstance(value, Enum):
-        return value.value
-    return list(value) if isinstance(value, set | frozenset) else str(value)
+    return to_jsonable_python(value, fallback=str)
 
 
 def with_instance_defaults(annotation: Any, values: Any) -> Any:
@@ -275,7 +253,7 @@ def with_instance_defaults(annotation: Any, values: Any) -> Any:
 
 def _beyond_class(section: Any) -> dict[str, Any]:
     """Return the values of an instance that differ from the defaults of its class."""
-    data = as_data(section)
+    data = _plain(section)
     return {
         name: data[name]
         for name, key in keys_of(cast(Any, type(section))).items()
