@@ -19,8 +19,7 @@ from polyturn.build.backend import row_width
 from polyturn.build.gpu_plan import Demand, columns, layout_of, load_of, memory_of, parameters_of
 from polyturn.build.memory_check import MemoryVerdict, verdict_of
 from polyturn.config.load import load_config
-from polyturn.config.models import PolicyConfig, RunConfig
-from polyturn.config.models.model import SELF
+from polyturn.config.models import SELF, PolicyConfig, RunConfig
 from polyturn.core.errors import ConfigError
 from polyturn.core.secrets import masked
 from polyturn.core.task import Task

@@ -18,8 +18,7 @@ from polyturn.build.environments import build_env_scheduler, build_env_tools
 from polyturn.build.model import build_codec, build_media, build_model, build_outline, max_context_of, on_gpu, set_up_torch
 from polyturn.build.policies import FurtherPolicies, build_policies
 from polyturn.config.config_source import ConfigSource, check_model_name
-from polyturn.config.models import RewardFunctionConfig
-from polyturn.config.models.rollout import LIMITS
+from polyturn.config.models import LIMITS, RewardFunctionConfig
 from polyturn.config.parts import arguments_of
 from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean, plugin_errors_as
 from polyturn.core.generation import Sampling, SamplingParams

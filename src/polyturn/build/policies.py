@@ -16,8 +16,7 @@ from polyturn.algorithms.options import RoutingOptions
 from polyturn.build.engine import build_engine, untrained
 from polyturn.build.model import build_codec, build_model, max_context_of
 from polyturn.config.config_source import ConfigSource, folder_or_name, model_folder
-from polyturn.config.models import ModelConfig, PolicyConfig, RolloutConfig
-from polyturn.config.models.model import SELF, AnyModelConfig
+from polyturn.config.models import SELF, AnyModelConfig, ModelConfig, PolicyConfig, RolloutConfig
 from polyturn.core.errors import ConfigError, PolyturnError
 from polyturn.core.generation import SamplingParams
 from polyturn.engines.options import EmbeddedOptions

@@ -12,12 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from polyturn.algorithms.options import WEIGHTS, AverageOptions, CorrectionSettings, KlOptions
-from polyturn.config.models import RunConfig
-from polyturn.config.models.algorithm import AlgorithmConfig
-from polyturn.config.models.cluster import ClusterConfig
-from polyturn.config.models.data import EvalConfig
-from polyturn.config.models.model import AnyModelConfig
-from polyturn.config.models.rollout import RolloutConfig
+from polyturn.config.models import AlgorithmConfig, AnyModelConfig, ClusterConfig, EvalConfig, RolloutConfig, RunConfig
 from polyturn.config.parts import OwnPart
 from polyturn.config.schema import KeyPath, is_model, keys_of
 from polyturn.core.generation import Sampling
