@@ -28,7 +28,7 @@ from polyturn.config.idle import idle_keys
 from polyturn.config.references import resolve, value_at, writable
 from polyturn.config.schema import KeyPath, dotted, schema_table
 from polyturn.config.sources import Sources, leaves, merge
-from polyturn.config.unknown import unknown_keys, without_other_kinds
+from polyturn.config.unknown import unknown_keys
 from polyturn.core.errors import ConfigError, did_you_mean, one_line
 from polyturn.core.secrets import masked
 from polyturn.infra.live import LiveObject, stands_for_object
@@ -146,9 +146,8 @@ def _load(model: type[ModelT], sources: Sources, *, warns: bool = True) -> Loade
         raise ConfigError(f"the configuration is nested deeper than {MAX_DEPTH} lists and mappings; write it flatter")
     written, raw_env = resolve(model, sources)
     # Before validation: YAML reads `off` as false, and null removes a key of another kind.
-    written = schema.with_choices(model, written)
-    written = without_other_kinds(model, written)
-    resolved = schema.with_instance_defaults(model, written)
+    written = schema.mapped(model, schema.mapped(model, written, schema.as_word), schema.without_other_kinds)
+    resolved = schema.mapped(model, written, schema.with_instance_defaults)
     # Report all problems at once.
     joined = [path for path, value in leaves(written, ()) if value is None and _JOINED.fullmatch(str(path[-1]))]
     problems = [

@@ -17,7 +17,7 @@ import json
 import textwrap
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Annotated, Any, Literal, NamedTuple, Union, cast, get_args, get_origin
 
@@ -157,19 +157,36 @@ def child(annotation: Any, key: str | int) -> Any:
     return Any
 
 
-def with_choices(annotation: Any, value: Any) -> Any:
-    """Return `value` with booleans as words again (YAML reads `off` as false), where the key allows such a word."""
-    if isinstance(value, Mapping):
+def mapped(annotation: Any, value: Any, change: Callable[[Any, Any], Any]) -> Any:
+    """Return `value` with `change(annotation, value)` in place of every value inside it and of itself, innermost first."""
+    if isinstance(value, Mapping | list):
         of = meant(annotation, value)
-        return {key: with_choices(child(of, key), inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        of = meant(annotation, value)
-        return [with_choices(child(of, i), inner) for i, inner in enumerate(value)]
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        changed = {key: mapped(child(of, key), inner, change) for key, inner in items}
+        value = changed if isinstance(value, Mapping) else list(changed.values())
+    return change(annotation, value)
+
+
+def as_word(annotation: Any, value: Any) -> Any:
+    """Return a boolean as a word again (YAML reads `off` as false), where the key allows such a word."""
     members = unwrap(annotation)
     choices = [choice for member in members if get_origin(member) is Literal for choice in get_args(member)]
     if not isinstance(value, bool) or bool in members or any(choice is value for choice in choices):
         return value
     return next((word for word in (("on", "yes") if value else ("off", "no")) if word in choices), value)
+
+
+def without_other_kinds(annotation: Any, value: Any) -> Any:
+    """Return a section without the null keys that only other kinds of the section have.
+
+    So an override can remove a key of a file: `engine.kind=embedded engine.launch=null`.
+    """
+    of = meant(annotation, value)
+    if not isinstance(value, Mapping) or not is_model(of):
+        return value
+    # Only null is removed; any other value is an error with a message.
+    others = {key for m in unwrap(annotation) if is_model(m) for key in keys_of(m).keys() - keys_of(of)}
+    return {key: inner for key, inner in value.items() if inner is not None or key not in others}
 
 
 def no_numbers(annotation: Any, value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
@@ -229,25 +246,19 @@ def _plain(value: Any) -> Any:
     return to_jsonable_python(value, fallback=str)
 
 
-def with_instance_defaults(annotation: Any, values: Any) -> Any:
-    """Fill in the values that a field's default instance sets differently from its class.
+def with_instance_defaults(annotation: Any, value: Any) -> Any:
+    """Return a section with the values that a field's default instance sets differently from its class.
 
     A field `optim: Optim = Optim(lr=1e-4)` keeps lr 1e-4 when only its weight_decay is configured.
     """
-    of = meant(annotation, values)
-    if isinstance(values, list):
-        return [with_instance_defaults(child(of, index), value) for index, value in enumerate(values)]
-    if not isinstance(values, Mapping):
-        return values
-    filled = {key: with_instance_defaults(child(of, key), value) for key, value in values.items()}
-    for name, key in keys_of(of).items() if is_model(of) else ():
-        filled_value, default = filled.get(name), key.default
-        if (
-            isinstance(filled_value, dict)
-            and is_model(type(default))
-            and type(default) is meant(key.annotation, filled_value)
-        ):
-            filled[name] = _over(_beyond_class(default), filled_value)
+    of = meant(annotation, value)
+    if not isinstance(value, Mapping) or not is_model(of):
+        return value
+    filled = dict(value)
+    for name, key in keys_of(of).items():
+        inner, default = value.get(name), key.default
+        if isinstance(inner, dict) and is_model(type(default)) and type(default) is meant(key.annotation, inner):
+            filled[name] = _over(_beyond_class(default), inner)
     return filled
 
 

@@ -121,19 +121,3 @@ def nearest_keys(name: str, keys: Iterable[str]) -> list[str]:
         by_name.setdefault(key.rpartition(".")[2], []).append(key)
     close = get_close_matches(name, by_name, n=2, cutoff=CLOSE)
     return [key for one in close for key in by_name[one]]
-
-
-def without_other_kinds(annotation: Any, value: Any) -> Any:
-    """Remove null keys of `value` that only other kinds of the section have.
-
-    So an override can remove a key of a file: `engine.kind=embedded engine.launch=null`.
-    """
-    of = meant(annotation, value)
-    if isinstance(value, list):
-        return [without_other_kinds(child(of, index), inner) for index, inner in enumerate(value)]
-    if not isinstance(value, Mapping):
-        return value
-    # Only null is removed; any other value is an error with a message.
-    others = {key for m in unwrap(annotation) if is_model(m) and is_model(of) for key in keys_of(m).keys() - keys_of(of)}
-    kept = {key: inner for key, inner in value.items() if inner is not None or key not in others}
-    return {key: without_other_kinds(child(of, key), inner) for key, inner in kept.items()}
