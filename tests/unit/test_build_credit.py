@@ -10,7 +10,7 @@ import pytest
 
 from polyturn import build
 from polyturn.algorithms.advantages import traits_of
-from polyturn.build.credit import (
+from polyturn.build.algorithm import (
     build_critic,
     check_algorithm,
     check_further_models,

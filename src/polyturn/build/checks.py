@@ -11,11 +11,17 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from polyturn.batching.loss_scale import build_loss_scale
+from polyturn.build.algorithm import (
+    build_estimator,
+    check_algorithm,
+    check_further_models,
+    check_teacher_servers,
+    require_scores,
+    task_check,
+)
 from polyturn.build.backend import check_backend
-from polyturn.build.credit import build_estimator, check_algorithm, check_further_models, require_scores
 from polyturn.build.parts import Parts, Plugins
 from polyturn.build.tasks import RunTasks, build_sampler
-from polyturn.build.teachers import check_teacher_servers, task_check
 from polyturn.build.training import build_trackers
 from polyturn.build.trial import try_credit
 from polyturn.config.config_source import ConfigSource

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
+from polyturn.build.algorithm import build_estimator
 from polyturn.build.backend import row_width
-from polyturn.build.credit import build_estimator
 from polyturn.build.engine import sends_adapter
 from polyturn.build.model import build_codec, build_outline, max_context_of
 from polyturn.config.config_source import ConfigSource

@@ -12,9 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from polyturn.build.algorithm import build_distilled, build_loss, build_reference, critic_model, critic_options
 from polyturn.build.backend import packs_rows, row_width
-from polyturn.build.credit import critic_model, critic_options
-from polyturn.build.loss import build_loss, build_reference, build_teacher
 from polyturn.build.model import build_codec, build_media, build_model, build_outline, set_up_torch
 from polyturn.build.parts import Parts
 from polyturn.config.config_source import ConfigSource, folder_or_name
@@ -64,7 +63,7 @@ def policy_options(
         ),
         "media": media,
         "reference": build_reference(source, model) if has_frozen else False,
-        "teacher": build_teacher(source, model) if has_frozen else None,
+        "teacher": build_distilled(source, model) if has_frozen else None,
     }
 
 

@@ -10,19 +10,19 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polyturn.build.credit import (
+from polyturn.build.algorithm import (
+    build_correction,
     build_critic,
     build_estimator,
     build_reward_kl,
+    build_teacher,
     drops_zero_variance,
     require_scores,
 )
 from polyturn.build.engine import sends_adapter
-from polyturn.build.loss import build_correction
 from polyturn.build.parts import Parts, rollout_pool
 from polyturn.build.ranks import PolicySpec, policy_options
 from polyturn.build.tasks import RunTasks, build_sampler
-from polyturn.build.teachers import build_teacher
 from polyturn.config.config_source import ConfigSource
 from polyturn.config.models import TrackerConfig
 from polyturn.core.errors import ConfigError, DataError

@@ -3,7 +3,7 @@
     group made-up-0: members made-up-0/0, made-up-0/1, …   each [prompt prompt  sampled sampled  observation  sampled]
     with the rewards 0, 1, 0, …
 
-`credit.py` and `loss.py` check signatures. This check runs the code, so that a missing field or a wrong shape is found
+`algorithm.py` checks signatures. This check runs the code, so that a missing field or a wrong shape is found
 before the first rollout. Built-in estimators and losses are not called.
 """
 
@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from polyturn.build.credit import build_estimator
-from polyturn.build.loss import build_loss
+from polyturn.build.algorithm import build_estimator, build_loss
 from polyturn.config.config_source import ConfigSource
 from polyturn.core.errors import ConfigError, TrainingError
 from polyturn.core.generation import FinishReason

@@ -1,28 +1,39 @@
-"""Build the advantage estimator, the KL penalty and the critic, from the section `algorithm`."""
+"""Build the parts of the section `algorithm`: advantage estimator, KL penalty, critic, loss, frozen models, teachers.
+
+The teacher of `loss.distill` is a frozen model; those of `self_distill` and `served_teachers` change advantages.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from polyturn.build.loss import build_correction, build_loss, reference_path, teacher_path
+from polyturn.algorithms.options import CorrectionSettings, SelfDistillOptions
 from polyturn.build.model import load_frozen
 from polyturn.build.parts import Parts
-from polyturn.build.teachers import check_teacher
 from polyturn.config.config_source import ConfigSource, folder_or_name
 from polyturn.config.parts import arguments_of
 from polyturn.core.errors import ConfigError
-from polyturn.infra.plugin_shape import CallShape, check_function
+from polyturn.core.task import Task
+from polyturn.infra.live import names_code
+from polyturn.infra.plugin_shape import CallShape, check_function, required
+from polyturn.infra.plugins import import_attr
 from polyturn.infra.stand_in import as_ours
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from polyturn.algorithms.teacher_advantage import AdvantageTeacher
     from polyturn.training.critic import Critic
+    from polyturn.training.loss_terms import LossSettings
     from polyturn.training.reward_kl import RewardKl
+    from polyturn.training.self_distill import Privileged
 
 OF_GROUP = CallShape(num=2, write="def estimate(rewards_G, samples_G, **options)")
 OF_BATCH = CallShape(num=1, write="def estimate(batch, **options)")
+LOSS = CallShape(num=3, write="def loss(logprobs_T, old_logprobs_T, advantages_T, *, clip_low, clip_high)")
+PRIVILEGED = CallShape(num=2, write="def privileged(trajectory, group)")
 
 
 def build_estimator(source: ConfigSource) -> Any:
@@ -215,3 +226,174 @@ def critic_options(source: ConfigSource) -> dict[str, Any]:
             max_tokens_per_batch=config.train.max_tokens_per_batch, packed=config.train.distributed.context_parallel > 1
         ),
     }
+
+
+def build_loss(source: ConfigSource) -> LossSettings:
+    """Return the configured loss.
+
+    Raises:
+        ConfigError: a term does not exist, or an option is invalid.
+    """
+    from polyturn.algorithms.losses import policy_losses
+    from polyturn.training.loss_terms import LossSettings
+
+    algorithm = source.config.algorithm
+    name = algorithm.loss.name
+    loss = policy_losses.resolve(name, base=source.base, key="algorithm.loss")
+    if (policy_loss := as_ours("loss", loss)) is loss:
+        check_function(loss, dataclasses.replace(LOSS, names=required(loss)[LOSS.num :]), where=f"algorithm.loss {name!r}")
+    return LossSettings(
+        policy_loss=policy_loss,
+        policy_loss_kwargs=arguments_of(algorithm.loss, but=("correction", "distill")),
+        distill=algorithm.loss.distill,
+        algorithm=algorithm,
+    )
+
+
+def reference_path(source: ConfigSource) -> str | None:
+    """Return the path of the reference model; None if `model.reference` is not set.
+
+    Raises:
+        ConfigError: there is no KL term.
+    """
+    path = source.config.model.reference
+    if path is not None and not source.config.algorithm.has_kl:
+        raise ConfigError(f"model.reference is {path!r} and there is no KL term; set algorithm.kl.coef")
+    return path
+
+
+def teacher_path(source: ConfigSource) -> str | None:
+    """Return the path of the teacher to distil from; None without one.
+
+    Raises:
+        ConfigError: the loss is `none`, and nothing replaces it.
+    """
+    loss = source.config.algorithm.loss
+    if loss.distill is None and loss.name == "none" and not source.config.algorithm.observation_coef:
+        raise ConfigError(
+            "algorithm.loss is none, which needs another term that trains on tokens; set algorithm.loss.distill or "
+            "algorithm.observation_coef"
+        )
+    return None if loss.distill is None else loss.distill.teacher
+
+
+def build_reference(source: ConfigSource, model: PreTrainedModel) -> bool | PreTrainedModel:
+    """Return the model of `model.reference`; without one, whether the starting policy is the reference."""
+    path = reference_path(source)
+    return source.config.algorithm.has_kl if path is None else load_frozen(source, path, like=model, dtype=None)
+
+
+def build_distilled(source: ConfigSource, model: PreTrainedModel) -> PreTrainedModel | None:
+    """Return the model to distil from; None without one.
+
+    Raises:
+        ConfigError: the model cannot be loaded, or the loss is `none` and nothing replaces it.
+    """
+    path, distill = teacher_path(source), source.config.algorithm.loss.distill
+    return None if path is None or distill is None else load_frozen(source, path, like=model, dtype=distill.dtype)
+
+
+def build_correction(source: ConfigSource) -> CorrectionSettings | None:
+    """Return the off-policy correction; None without one.
+
+    Raises:
+        ConfigError: the correction would compare the engine's log-probabilities with themselves.
+    """
+    algorithm = source.config.algorithm
+    correction = algorithm.loss.correction
+    if correction is not None and algorithm.old_logprobs == "engine":
+        raise ConfigError(
+            "algorithm.loss.correction compares the trainer's log-probabilities with the engine's, and "
+            "algorithm.old_logprobs is 'engine', which makes them equal; set old_logprobs to 'trainer', or remove the "
+            "correction"
+        )
+    return correction
+
+
+def build_teacher(parts: Parts) -> AdvantageTeacher | None:
+    """Return the teacher that changes advantages; None without one."""
+    from polyturn.training.self_distill import SelfDistillation
+    from polyturn.training.served_teachers import ServedTeachers
+
+    algorithm, context = parts.source.config.algorithm, parts.context
+    if algorithm.self_distill is not None:
+        return SelfDistillation(
+            algorithm.self_distill,
+            privileged=build_privileged(algorithm.self_distill, parts.source),
+            encode=lambda task: context.encoder_for(task).start(task.prompt),
+            max_positions=int(parts.model.config.get_text_config().max_position_embeddings),
+        )
+    if algorithm.served_teachers is not None:
+        return ServedTeachers(algorithm.served_teachers)
+    return None
+
+
+def check_teacher(source: ConfigSource) -> None:
+    """Check a teacher of advantages as far as the configuration allows.
+
+    Raises:
+        ConfigError: the loss does not read advantages, the privileged text is unavailable, or served teachers do not support
+            the run's temperature.
+    """
+    algorithm = source.config.algorithm
+    if algorithm.teacher is not None and algorithm.loss.name == "none":
+        key = "self_distill" if algorithm.self_distill is not None else "served_teachers"
+        raise ConfigError(
+            f"algorithm.{key} changes advantages, and algorithm.loss is none, which ignores them; set algorithm.loss to "
+            "policy_gradient or ppo_clip"
+        )
+    if algorithm.self_distill is not None:
+        build_privileged(algorithm.self_distill, source)
+    temperature = source.config.rollout.sampling.temperature
+    if algorithm.served_teachers is not None and temperature not in (0, 1):
+        raise ConfigError(
+            "algorithm.served_teachers returns log-probabilities at temperature 1, and rollout.sampling.temperature is "
+            f"{temperature:g}; set it to 1, or use algorithm.loss.distill, which supports any temperature"
+        )
+
+
+def check_teacher_servers(parts: Parts) -> None:
+    """Check that the served teachers of a run can be used.
+
+    Raises:
+        ConfigError: a teacher cannot be reached, returns no log-probabilities, or has another vocabulary.
+    """
+    from polyturn.tokens.codec import load_codec
+    from polyturn.training.served_teachers import ServedTeachers, check_served_teachers
+
+    source = parts.source
+    options = source.config.algorithm.served_teachers
+    if options is not None and not source.is_plan:
+        check_served_teachers(
+            ServedTeachers(options),
+            parts.context.codec.tokenizer,
+            load_tokenizer=lambda name: load_codec(folder_or_name(name, source.base)).tokenizer,
+            max_context=parts.max_context,
+        )
+
+
+def task_check(source: ConfigSource) -> Callable[[Task], object] | None:
+    """Return a function that raises for a task that the teacher cannot score; None if all tasks are fine."""
+    from polyturn.training.self_distill import text_of_row
+    from polyturn.training.served_teachers import teacher_of
+
+    algorithm = source.config.algorithm
+    if (served := algorithm.served_teachers) is not None:
+        return lambda task: teacher_of(task, served)
+    if (own := algorithm.self_distill) is not None and not names_code(own.privileged):
+        return lambda task: text_of_row(task, own)
+    return None
+
+
+def build_privileged(options: SelfDistillOptions, source: ConfigSource) -> Privileged | None:
+    """Return the function from a trajectory and its group to the privileged text; None if the text is a column of the row.
+
+    Raises:
+        ConfigError: the function cannot be imported or called.
+    """
+    if not names_code(options.privileged):
+        return None
+    key = "algorithm.self_distill.privileged"
+    function: Privileged = import_attr(options.privileged, base=source.base, key=key)
+    check_function(function, PRIVILEGED, where=f"{key} {options.privileged!r}")
+    return function
