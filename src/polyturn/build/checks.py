@@ -19,8 +19,8 @@ from polyturn.build.algorithm import (
     require_scores,
     task_check,
 )
-from polyturn.build.backend import check_backend
 from polyturn.build.parts import Parts, Plugins
+from polyturn.build.ranks import check_backend
 from polyturn.build.tasks import RunTasks, build_sampler
 from polyturn.build.training import build_trackers
 from polyturn.build.trial import try_credit

@@ -12,9 +12,8 @@ import pickle
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from polyturn.build.backend import row_width
 from polyturn.build.parts import Parts, build_parts, rollout_pool
-from polyturn.build.ranks import check_ranks, holds_weights, model_of, rank_of
+from polyturn.build.ranks import check_ranks, holds_weights, model_of, rank_of, row_width
 from polyturn.config.config_source import ConfigSource
 from polyturn.config.models import RunConfig
 from polyturn.config.schema import dotted

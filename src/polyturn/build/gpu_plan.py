@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from polyturn.build.algorithm import build_estimator
-from polyturn.build.backend import row_width
 from polyturn.build.engine import sends_adapter
 from polyturn.build.model import build_codec, build_outline, max_context_of
+from polyturn.build.ranks import row_width
 from polyturn.config.config_source import ConfigSource
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from polyturn.api.folders import open_source
-from polyturn.build.backend import check_backend
 from polyturn.build.gpu_plan import (
     USABLE,
     Demand,
@@ -20,6 +19,7 @@ from polyturn.build.gpu_plan import (
     require_fit,
     with_split_context,
 )
+from polyturn.build.ranks import check_backend
 from polyturn.cli.main import main
 from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
