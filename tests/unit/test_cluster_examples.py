@@ -17,7 +17,7 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from polyturn.build.gpu_plan import layout_of
+from polyturn.build.memory_plan import layout_of
 from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
 

@@ -15,8 +15,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import yaml
 
 from polyturn import build
-from polyturn.build.gpu_plan import Demand, columns, layout_of, load_of, memory_of, parameters_of
-from polyturn.build.memory_check import MemoryVerdict, verdict_of
+from polyturn.build.memory_plan import (
+    Demand,
+    MemoryVerdict,
+    columns,
+    layout_of,
+    load_of,
+    memory_of,
+    parameters_of,
+    verdict_of,
+)
 from polyturn.build.ranks import row_width
 from polyturn.config.load import load_config
 from polyturn.config.models import SELF, PolicyConfig, RunConfig

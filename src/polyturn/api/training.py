@@ -253,7 +253,7 @@ def _prepare(attempt: _Attempt, resolved: Mapping[str, Any], options: RunOptions
             build.check_before_weights(source, tasks, plugins, tools)
             if source.is_plan:
                 return
-            from polyturn.build.memory_check import require_memory  # imports PyTorch
+            from polyturn.build.memory_plan import require_memory  # imports PyTorch
 
             require_memory(source)
             if config.train.distributed.ranks > 1:  # ranks start while the model is loaded here

@@ -117,7 +117,7 @@ def show_plan(path: Path, overrides: Sequence[str], *, gpus: int, gpu_memory: fl
         ConfigError: the layout does not fit; the message has the nearest layout that does.
     """
     from polyturn.api.folders import open_source
-    from polyturn.build.gpu_plan import Gpus, columns, counted, demand_of, layout_of, require_fit
+    from polyturn.build.memory_plan import Gpus, columns, counted, demand_of, layout_of, require_fit
 
     source, _ = open_source(path, overrides)
     demand, layout, each = demand_of(source), layout_of(source.config), Gpus(gpu_memory, link)

@@ -10,7 +10,7 @@ import pytest
 
 import polyturn
 from polyturn.api.dry_run import DryRunReport
-from polyturn.build import memory_check
+from polyturn.build import memory_plan
 from polyturn.cli.main import main
 from polyturn.core.errors import ConfigError
 from polyturn.infra.machine_memory import machine_memory
@@ -113,7 +113,7 @@ def test_memory_is_compared_with_the_machine(tmp_path: Path, monkeypatch: pytest
     config = write_tiny_run(tmp_path)
     report = polyturn.train(config=config, dry_run=True)
     assert report.verdict is not None and report.verdict.fits and "fits: about" in str(report)
-    monkeypatch.setattr(memory_check, "machine_memory", lambda: 2**20)
+    monkeypatch.setattr(memory_plan, "machine_memory", lambda: 2**20)
     report = polyturn.train(config=config, dry_run=True, num_slots=4096)
     assert report.verdict is not None and not report.verdict.fits
     assert "does not fit" in str(report) and "engine.num_slots" in str(report.verdict)
@@ -125,7 +125,7 @@ def test_model_too_large_is_refused_before_its_weights(tmp_path: Path, monkeypat
     tokenizer.save_pretrained(tmp_path / "model")
     for weights in (tmp_path / "model").glob("*.safetensors"):
         weights.write_bytes(b"not read")
-    monkeypatch.setattr(memory_check, "machine_memory", lambda: 500)
+    monkeypatch.setattr(memory_plan, "machine_memory", lambda: 500)
     with pytest.raises(ConfigError, match=r"model\.path is .*weights, gradients and the optimizer.*this machine"):
         polyturn.train(model=tmp_path / "model", tasks=["Hello"], reward=lambda trajectory: 0.0, out=str(tmp_path / "runs"))
     assert not (tmp_path / "runs").exists()

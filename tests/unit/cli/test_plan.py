@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from polyturn.api.folders import open_source
-from polyturn.build.gpu_plan import (
+from polyturn.build.memory_plan import (
     USABLE,
     Demand,
     GpuLayout,
