@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from polyturn import build
 from polyturn.api.folders import ANOTHER_FOLDER, keep_tokenizer, new_run_folder
-from polyturn.api.signals import Signals, until_interrupted
+from polyturn.api.signals import CANCELLING, Signals, until_done
 from polyturn.config.load import write_resolved
 from polyturn.core.errors import ConfigError
 from polyturn.core.seeds import derive_seed
@@ -77,7 +77,7 @@ def evaluate_sets(
     also = build.build_records(parts, sets)
     with RunObserver(folder, total_steps=0, console=stderr_console(), also=also) as observer:
         work = evaluate_all(build.pool_of(parts), source.config.seed, sets, observer)
-        evaluated = run_loop(until_interrupted(work, signals))
+        evaluated = run_loop(until_done(work, signals(message=CANCELLING)))
     return _reported(folder, evaluated)
 
 

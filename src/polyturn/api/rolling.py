@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from polyturn import build
 from polyturn.api.folders import ANOTHER_FOLDER, keep_tokenizer, new_run_folder
-from polyturn.api.signals import Signals, until_interrupted
+from polyturn.api.signals import CANCELLING, Signals, until_done
 from polyturn.config.load import write_resolved
 from polyturn.core.errors import ConfigError
 from polyturn.core.task import Task
@@ -95,6 +95,6 @@ def roll_out(
 
     also = AlsoRecord(success_at=config.evaluation.success_at)
     with RunObserver(folder, total_steps=0, console=stderr_console(), also=also) as observer:
-        groups = run_loop(until_interrupted(run_all(observer), signals))
+        groups = run_loop(until_done(run_all(observer), signals(message=CANCELLING)))
         observer.end_rollout(groups)
     return RolledOut(folder, groups)

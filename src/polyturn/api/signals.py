@@ -12,12 +12,15 @@ from collections.abc import Callable, Coroutine
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
+from polyturn.core.errors import RankLostError
+
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
+_LOOK_S = 0.5
+"""Seconds between two checks whether all ranks are alive."""
 _SAVING = "interrupted; a checkpoint is being written (interrupt again to stop without it)"
-_CANCELLING = "interrupted; the running episodes are being cancelled (interrupt again to stop waiting for them)"
+CANCELLING = "interrupted; the running episodes are being cancelled (interrupt again to stop waiting for them)"
 
 
 class Signals:
@@ -66,23 +69,42 @@ class Signals:
         self.on_signal()
 
 
-async def until_interrupted(work: Coroutine[Any, Any, T], signals: Callable[..., Signals]) -> T:
-    """Await `work`, which writes no checkpoint. A signal that the caller's thread passes on cancels it.
+async def until_done(
+    work: Coroutine[Any, Any, T],
+    signals: Signals,
+    *,
+    message: Callable[[], str] | None = None,
+    lost: Callable[[], str | None] = lambda: None,
+) -> T:
+    """Await `work`. A recorded signal cancels it; then `message` is logged, and the exit status is 128 + the signal.
+
+    A second signal of the same kind ends the process at once; the previous checkpoint stays intact.
 
     Raises:
-        KeyboardInterrupt: a signal was passed on.
+        RankLostError: `lost` reports that a rank is gone. The work is cancelled at once, even during a long rollout.
     """
-    passed_on = signals(message=_CANCELLING)
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None
-    passed_on.on_signal = lambda: loop.call_soon_threadsafe(task.cancel)
-    if passed_on.received:
-        task.cancel()
+    task = asyncio.ensure_future(work)
+    loop = asyncio.get_running_loop()
+    watching = asyncio.create_task(_cancel_when_lost(task, lost), name="trainer ranks")
+    signals.on_signal = lambda: loop.call_soon_threadsafe(task.cancel)
+    if signals.received:
+        loop.call_soon(task.cancel)  # after it has started, so that it writes a checkpoint
     try:
-        return await work
+        return await task
     except asyncio.CancelledError:
-        if not passed_on.received:
+        if (problem := lost()) is not None:
+            raise RankLostError(problem) from None
+        if not signals.received:
             raise
-        raise KeyboardInterrupt from None
+        if message is not None:
+            logger.warning("%s", message())
+        raise SystemExit(128 + signals.received[0]) from None
     finally:
-        passed_on.on_signal = lambda: None
+        watching.cancel()
+        signals.on_signal = lambda: None
+
+
+async def _cancel_when_lost(task: asyncio.Future[Any], lost: Callable[[], str | None]) -> None:
+    while lost() is None:  # noqa: ASYNC110 - the end of a process is not an event of this loop
+        await asyncio.sleep(_LOOK_S)
+    task.cancel()

@@ -8,7 +8,6 @@ imported, because the import takes seconds.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import functools
@@ -16,17 +15,17 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import yaml
 
 from polyturn import build
 from polyturn.api.console import logging_to
 from polyturn.api.folders import ANOTHER_FOLDER, keep_tokenizer, later_run, name_of, new_run_folder
-from polyturn.api.signals import Signals
+from polyturn.api.signals import Signals, until_done
 from polyturn.config.load import write_resolved
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import (
@@ -60,9 +59,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-_LOOK_S = 0.5
-"""Seconds between two checks whether all ranks are alive."""
 DryRun = Callable[[build.Parts, build.RunTasks], object]
 """Called with parts and tasks in place of training."""
 
@@ -440,14 +436,14 @@ def _untouched(
             )
         return {}
     work = evaluate_untouched(parts.source, tasks.eval_sets, observer)
-    untouched = run_loop(_until_done(work, signals, message=lambda: "interrupted before the warm start; start again"))
+    untouched = run_loop(until_done(work, signals, message=lambda: "interrupted before the warm start; start again"))
     return {name.removeprefix(f"{UNTOUCHED} "): dataclasses.asdict(one.report) for name, one in untouched.items()}
 
 
 async def _trained(trainer: Trainer, parts: build.Parts, signals: Signals, *, again: str) -> LoopState:
     """Run `trainer`; an interruption leaves a checkpoint."""
     try:
-        return await _until_done(
+        return await until_done(
             trainer.run(),
             signals,
             message=lambda: f"interrupted at step {trainer.state.step}; resume with: {again}",
@@ -455,43 +451,3 @@ async def _trained(trainer: Trainer, parts: build.Parts, signals: Signals, *, ag
         )
     finally:
         await (parts.pool or parts.context).close()
-
-
-async def _until_done(
-    work: Coroutine[Any, Any, T],
-    signals: Signals,
-    *,
-    message: Callable[[], str],
-    lost: Callable[[], str | None] = lambda: None,
-) -> T:
-    """Await `work`. SIGINT, SIGTERM or SIGHUP cancels it; `message` is logged, and the exit status is 128 + the signal.
-
-    A second signal of the same kind ends the process at once; the previous checkpoint stays intact.
-
-    Raises:
-        RankLostError: `lost` reports that a rank is gone. The work is cancelled at once, even during a long rollout.
-    """
-    task = asyncio.ensure_future(work)
-    loop = asyncio.get_running_loop()
-    watching = asyncio.create_task(_cancel_when_lost(task, lost), name="trainer ranks")
-    signals.on_signal = lambda: loop.call_soon_threadsafe(task.cancel)
-    if signals.received:
-        loop.call_soon(task.cancel)  # after it has started, so that it writes a checkpoint
-    try:
-        return await task
-    except asyncio.CancelledError:
-        if (problem := lost()) is not None:
-            raise RankLostError(problem) from None
-        if not signals.received:
-            raise
-        logger.warning("%s", message())
-        raise SystemExit(128 + signals.received[0]) from None
-    finally:
-        watching.cancel()
-        signals.on_signal = lambda: None
-
-
-async def _cancel_when_lost(task: asyncio.Future[Any], lost: Callable[[], str | None]) -> None:
-    while lost() is None:  # noqa: ASYNC110 - the end of a process is not an event of this loop
-        await asyncio.sleep(_LOOK_S)
-    task.cancel()
