@@ -3,5 +3,5 @@
 front.py                       the functions              given.py, given_rows.py, keywords.py   arguments -> configuration
 training.py, warm_starting.py  a training run             run.py, show.py                        its result
 evaluating.py, rolling.py      runs without training      stepping.py, dry_run.py                `steps`, and a dry run
-event_loop.py                  inside a running loop      console.py, folders.py, signals.py, step_size.py   helpers of a run
+signals.py                     interrupts, event loops    console.py, folders.py, step_size.py   helpers of a run
 """

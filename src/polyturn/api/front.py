@@ -159,8 +159,8 @@ def evaluate(
     arguments = GivenArguments.of(overrides, **own, eval_tasks=tasks, config=config, tasks=None, ray=None, evaluates=True)
     with _begun(arguments) as (source, resolved):
         from polyturn.api import evaluating
-        from polyturn.api.event_loop import run_beside
         from polyturn.api.run import Run
+        from polyturn.api.signals import run_beside
 
         folder, evaluation = run_beside(lambda signals: evaluating.evaluate_sets(source, resolved, signals=signals))
     return Run(folder, reports=evaluation)
@@ -198,8 +198,8 @@ def rollout(
     arguments = replace(arguments, former=({"group_size": group_size},))
     with _begun(arguments, reads=("train.group_size",)) as (source, resolved):
         from polyturn.api import rolling
-        from polyturn.api.event_loop import run_beside
         from polyturn.api.run import Run
+        from polyturn.api.signals import run_beside
 
         folder, _ = run_beside(lambda signals: rolling.roll_out(source, resolved, num_tasks=num_tasks, signals=signals))
     return Run(folder)
@@ -262,7 +262,7 @@ def _again(name: str) -> str:
 def _train(arguments: GivenArguments, *, resume: bool | Literal["auto"], on_step: OnStep | None) -> Run:
     called = _called_each_step(on_step)
     with _begun(arguments, resume=resume) as (source, resolved):
-        from polyturn.api.event_loop import run_beside
+        from polyturn.api.signals import run_beside
         from polyturn.api.training import RunOptions, run_training
 
         options = RunOptions(again=_again, resume=resume, on_step=called)
@@ -280,7 +280,7 @@ def _show_plan(arguments: GivenArguments, *, resume: bool | Literal["auto"]) -> 
     """
     with _begun(arguments, resume=resume) as (source, resolved):
         from polyturn.api.dry_run import report_of
-        from polyturn.api.event_loop import run_beside
+        from polyturn.api.signals import run_beside
         from polyturn.api.training import RunOptions, run_training
         from polyturn.infra.console import make_console
 

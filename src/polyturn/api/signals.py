@@ -1,14 +1,24 @@
-"""Record signals, so that a run can end with a checkpoint instead of an exception in the middle of a step."""
+"""Record signals, so that a run can end with a checkpoint instead of an exception in the middle of a step.
+
+    called in     work runs in       at SIGINT
+    a script      this thread        the work is cancelled; training writes a checkpoint
+    a notebook    another thread     the waiting thread passes SIGINT on; the work is cancelled; training writes a checkpoint
+
+A notebook runs its cells inside an event loop, and a thread can run only one event loop at a time. Interrupting a cell sends
+SIGINT.
+"""
 
 from __future__ import annotations
 
 import _thread
 import asyncio
+import contextvars
 import logging
 import os
 import signal
 import threading
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
@@ -108,3 +118,63 @@ async def _cancel_when_lost(task: asyncio.Future[Any], lost: Callable[[], str | 
     while lost() is None:  # noqa: ASYNC110 - the end of a process is not an event of this loop
         await asyncio.sleep(_LOOK_S)
     task.cancel()
+
+
+def run_beside(work: Callable[[Callable[..., Signals]], T]) -> T:
+    """Call `work` with a function that makes the run's `Signals`, and return the result; in another thread if this thread
+    already runs an event loop.
+
+    Raises:
+        KeyboardInterrupt: the work was interrupted, and this thread runs an event loop. Without an event loop, SystemExit
+            ends the process, as in a command.
+    """
+    try:
+        is_beside = asyncio.get_running_loop() is not None
+    except RuntimeError:
+        is_beside = False
+    if not is_beside:  # outside `except`, so that errors of the work do not refer to it
+        return work(Signals)
+    handlers: list[Signals] = []
+    is_interrupted = threading.Event()
+
+    def signals(**options: str) -> Signals:
+        handlers.append(Signals(**options))
+        if is_interrupted.is_set():  # for example while the model was loaded
+            handlers[-1].note(signal.SIGINT)
+        return handlers[-1]
+
+    def interrupt() -> None:
+        is_interrupted.set()
+        for latest in handlers[-1:]:
+            latest.note(signal.SIGINT)
+
+    return wait_for(in_thread(lambda: work(signals)), on_interrupt=interrupt)
+
+
+def in_thread(work: Callable[[], T]) -> Future[T]:
+    """Run `work` in a new thread with this thread's context variables."""
+    result: Future[T] = Future()
+    context = contextvars.copy_context()
+
+    def run() -> None:
+        try:
+            result.set_result(context.run(work))
+        except BaseException as problem:
+            result.set_exception(problem)
+
+    threading.Thread(target=run, name="polyturn", daemon=True).start()
+    return result
+
+
+def wait_for(result: Future[T], *, on_interrupt: Callable[[], object]) -> T:
+    """Wait for a result. The first interrupt asks the work to end (`on_interrupt`); a second one stops waiting for it."""
+    try:
+        return result.result()
+    except KeyboardInterrupt:
+        if result.done():
+            raise
+        on_interrupt()
+    try:
+        return result.result()
+    except SystemExit as ended:
+        raise KeyboardInterrupt from ended

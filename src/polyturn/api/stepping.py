@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from polyturn.algorithms.advantages.assign import first_not_finite
-from polyturn.api.event_loop import in_thread
-from polyturn.api.signals import Signals
+from polyturn.api.signals import Signals, in_thread
 from polyturn.core.arrays import Ids
 from polyturn.core.errors import ConfigError, one_line
 from polyturn.core.sample import TrainSample

@@ -17,10 +17,9 @@ import numpy as np
 import pytest
 
 import polyturn
-from polyturn.api.event_loop import run_beside
 from polyturn.api.given import GivenArguments, read
 from polyturn.api.keywords import OWN, path_of
-from polyturn.api.signals import Signals
+from polyturn.api.signals import Signals, run_beside
 from polyturn.api.stepping import StepHooks, TrainingStep
 from polyturn.build import build_eval_sets, build_train_tasks
 from polyturn.config.models import RunConfig
