@@ -9,6 +9,7 @@ run.show("g5/2")                one trajectory
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator, Mapping
 from functools import cached_property
 from html import escape
@@ -16,14 +17,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
+from rich.text import Text
 
 from polyturn.core.errors import ConfigError, DataError, one_line
+from polyturn.core.messages import Message
+from polyturn.core.printable import printable
 from polyturn.core.reward import brief
+from polyturn.core.trajectory import Trajectory
+from polyturn.infra.console import make_console
 from polyturn.store.parquet_store import FOLDER
 from polyturn.store.stored_run import StoredRun
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+COLOURS = {"system": "gray", "user": "teal", "tool": "olive", "assistant": "green"}
 
 
 class Run(StoredRun):
@@ -127,9 +135,14 @@ class Run(StoredRun):
 
     def show(self, trajectory: str | None = None) -> None:
         """Print the run, or one of its trajectories as a conversation; in a notebook, display it."""
-        from polyturn.api.show import show
+        picture: Any = self if trajectory is None else TrajectoryPicture(self.trajectories[trajectory])
+        shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+        if shell is not None and hasattr(shell, "kernel"):  # a notebook
+            from IPython.display import display
 
-        show(self, trajectory)
+            display(picture)
+        else:
+            make_console().print(Text(picture.text()), soft_wrap=True)
 
     def text(self) -> str:
         """Return the summary that `show` prints: folder, metrics, trajectories."""
@@ -141,3 +154,34 @@ class Run(StoredRun):
 
     def _repr_html_(self) -> str:
         return f"<p><b>{escape(str(self.folder))}</b></p>" + self.metrics._repr_html_() + super()._repr_html_()
+
+
+class TrajectoryPicture:
+    """One trajectory as a conversation."""
+
+    def __init__(self, trajectory: Trajectory) -> None:
+        self._trajectory = trajectory
+
+    def text(self) -> str:
+        """Return the trajectory as lines."""
+        lines = [f"{message.role}: {message_text(message)}" for message in self._trajectory.messages]
+        return "\n".join([*lines, self._end()])
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f'<tr><td style="color:{COLOURS.get(message.role, "inherit")};vertical-align:top">{escape(message.role)}</td>'
+            f'<td style="text-align:left;white-space:pre-wrap">{escape(printable(message_text(message)))}</td></tr>'
+            for message in self._trajectory.messages
+        )
+        return f"<table>{rows}</table><p>{escape(printable(self._end()))}</p>"
+
+    def _end(self) -> str:
+        one = self._trajectory
+        reward = "no reward" if one.reward is None else f"reward {one.reward.total:g}"
+        return f"{one.id}: {one.error or one.stop_reason.value}, {reward}"
+
+
+def message_text(message: Message) -> str:
+    """Return a message's text with its calls."""
+    calls = [f"-> {call.name}({dict(call.arguments)})" if call.error is None else call.raw for call in message.tool_calls]
+    return "\n".join([*([message.text] if message.text else []), *map(str, calls)])

@@ -14,7 +14,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from polyturn.api.show import message_text
+from polyturn.api.run import message_text
 from polyturn.core.printable import printable
 from polyturn.core.trajectory import Trajectory
 from polyturn.store.stored_run import StoredRun
