@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from polyturn.build.parts import Parts, build_parts, rollout_pool
-from polyturn.build.ranks import check_ranks, holds_weights, model_of, rank_of, row_width
+from polyturn.build.ranks import holds_weights, model_of, rank_of, row_width
 from polyturn.config.config_source import ConfigSource
 from polyturn.config.models import RunConfig
 from polyturn.config.schema import dotted
@@ -37,16 +37,19 @@ if TYPE_CHECKING:
 
 
 def check_cluster(config: RunConfig) -> None:
-    """Refuse settings that do not work on a cluster.
+    """Refuse settings that do not work on a cluster, in addition to `check_ranks` and `check_workers`.
 
     Raises:
-        ConfigError: a setting is for one machine only.
+        ConfigError: a setting is for one machine only, or servers would not share whole GPUs with the ranks.
     """
-    check_ranks(config)
-    engine = config.engine
-    if engine.update == "sleep":
-        _check_shared(config)
-    check_workers(config)
+    engine, cluster, ranks = config.engine, config.cluster, config.train.distributed.ranks
+    of_rank, of_server = (resources.get("GPU", 0) for resources in (cluster.rank_resources, cluster.engines.resources))
+    if engine.update == "sleep" and (of_rank != 1 or of_server < 1 or cluster.engines.count * of_server != ranks):
+        raise ConfigError(
+            f"engine.update is sleep, which puts a rank and a part of a server on each GPU, but there are {ranks} ranks of "
+            f"{of_rank:g} GPUs and {cluster.engines.count} servers of {of_server:g}; set cluster.rank_resources to GPU: 1, "
+            f"and cluster.engines so that count times GPU is {ranks}"
+        )
     if not isinstance(engine, ServerOptions):
         return
     if engine.launch is not None and engine.launch.devices:
@@ -63,22 +66,6 @@ def check_cluster(config: RunConfig) -> None:
         raise ConfigError(
             "engine.weights is ipc, which needs trainer and server on one GPU; on a cluster leave it at auto, or use gloo, "
             "or an engine.weights_folder that all nodes see"
-        )
-
-
-def _check_shared(config: RunConfig) -> None:
-    """Refuse servers that would not share whole GPUs with the ranks.
-
-    Raises:
-        ConfigError: the numbers of GPUs do not match.
-    """
-    cluster, ranks = config.cluster, config.train.distributed.ranks
-    of_rank, of_server = (resources.get("GPU", 0) for resources in (cluster.rank_resources, cluster.engines.resources))
-    if of_rank != 1 or of_server < 1 or cluster.engines.count * of_server != ranks:
-        raise ConfigError(
-            f"engine.update is sleep, which puts a rank and a part of a server on each GPU, but there are {ranks} ranks of "
-            f"{of_rank:g} GPUs and {cluster.engines.count} servers of {of_server:g}; set cluster.rank_resources to GPU: 1, "
-            f"and cluster.engines so that count times GPU is {ranks}"
         )
 
 

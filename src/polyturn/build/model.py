@@ -51,13 +51,12 @@ def build_codec(config_source: ConfigSource, *, checkpoint: Path | None = None) 
         codec = Codec(trained, template_kwargs=kwargs)
     elif isinstance(source, LiveObject):
         codec = Codec(source.target, chat_template=template, template_kwargs=kwargs)
-    elif source is not None:
+    else:
+        assert source is not None  # the config model requires one of the two
         revision = model.revision if model.tokenizer is None else None
         codec = load_codec(
             folder_or_name(source, config_source.base), revision=revision, chat_template=template, template_kwargs=kwargs
         )
-    else:
-        raise ConfigError("set model.tokenizer or model.path: the run has no tokenizer")
     codec.tokenizer.chat_template = codec.chat_template  # an exported model then has the template it was trained with
     return codec
 

@@ -17,7 +17,6 @@ from polyturn.build.algorithm import (
     build_reward_kl,
     build_teacher,
     drops_zero_variance,
-    require_scores,
 )
 from polyturn.build.engine import sends_adapter
 from polyturn.build.parts import Parts, rollout_pool
@@ -154,7 +153,6 @@ def build_update(parts: Parts, policy: ModelPolicy) -> Update:
     source, config = parts.source, parts.source.config
     train, algorithm = config.train, config.algorithm
     estimator = build_estimator(source)
-    require_scores(parts, estimator)
     return Update(
         policy,
         estimator=estimator,
