@@ -133,7 +133,8 @@ def build_parts(
         tools = build_tools(source, codec=codec)
         schemas = tuple(tools.schemas.values())
         template = probe_template(codec, tools=schemas)
-        if in_prompt := bool(schemas) and not template.renders_tools and _scheduler_shows_tools(source):
+        shows_tools = config.env is None and bool(getattr(_scheduler_class(source), "shows_tools", False))
+        if in_prompt := bool(schemas) and not template.renders_tools and shows_tools:
             template = probe_template(codec)
     template.require()
     # Before weights are loaded, so that a misspelt parser is reported at once.
@@ -236,21 +237,11 @@ def check_plugins(source: ConfigSource) -> None:
         check_tools(config.rollout.tools.file, base=source.base)
     _function_tools(source)
     if config.env is None:
-        _check_scheduler(source)
+        scheduler = _scheduler_class(source)
+        kind = type(scheduler) if isinstance(scheduler, MultiTurnScheduler) else scheduler
+        if isinstance(kind, type):
+            check_class(kind, SCHEDULER, where=f"rollout.scheduler {config.rollout.scheduler!r}")
     build_rewarder(source)
-
-
-def _check_scheduler(source: ConfigSource) -> None:
-    scheduler = _scheduler_class(source)
-    if isinstance(scheduler, MultiTurnScheduler):
-        scheduler = type(scheduler)
-    if not isinstance(scheduler, type):
-        return
-    check_class(scheduler, SCHEDULER, where=f"rollout.scheduler {source.config.rollout.scheduler!r}")
-
-
-def _scheduler_shows_tools(source: ConfigSource) -> bool:
-    return source.config.env is None and bool(getattr(_scheduler_class(source), "shows_tools", False))
 
 
 def _scheduler_class(source: ConfigSource) -> Any:
@@ -276,11 +267,8 @@ def _scheduler_class(source: ConfigSource) -> Any:
 def build_tools(source: ConfigSource, *, codec: Codec) -> Toolbox:
     """Make the tools of the tools file and of the named functions."""
     tools = source.config.rollout.tools
-    tools_so_far: list[BaseTool] = []
-    if tools.file is not None:
-        tools_so_far += initialize_tools_from_config(tools.file, base=source.base)
-    tools_so_far += _function_tools(source)
-    return Toolbox([*tools_so_far, *build_env_tools(source)], tools, codec=codec)
+    of_file = [] if tools.file is None else initialize_tools_from_config(tools.file, base=source.base)
+    return Toolbox([*of_file, *_function_tools(source), *build_env_tools(source)], tools, codec=codec)
 
 
 def _function_tools(source: ConfigSource) -> list[BaseTool]:

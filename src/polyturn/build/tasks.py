@@ -85,9 +85,8 @@ def build_train_tasks(config_source: ConfigSource) -> Sequence[Task]:
         )
     if source is None:
         return build_env_tasks(config_source, split="train")
-    if names:
-        return rows_for_env(config_source, build_tasks(source, base=config_source.base, split="train"), key="data.train")
-    return build_tasks(source, base=config_source.base, split="train")
+    tasks = build_tasks(source, base=config_source.base, split="train")
+    return rows_for_env(config_source, tasks, key="data.train") if names else tasks
 
 
 def build_sampler(source: ConfigSource, tasks: Sequence[Task]) -> Callable[[], TaskSampler]:
