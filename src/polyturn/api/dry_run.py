@@ -42,11 +42,7 @@ if TYPE_CHECKING:
 
 
 async def with_first_prompt(context: RolloutContext, task: Task) -> Task:
-    """Start an episode of `task`, and return the task with the prompt that its environment writes.
-
-    Raises:
-        SchedulerError: the environment cannot be made or started.
-    """
+    """Start an episode of `task`, and return the task with the prompt that its environment writes."""
     episode, scheduler = Episode(context, task, id="dry-run"), context.scheduler_for_episode()
     episode.resources.bridge.enter()
     try:

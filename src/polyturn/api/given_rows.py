@@ -25,11 +25,7 @@ PROMPTS = {"prompt", "messages"}
 
 
 def refuse_coroutine(value: Any, what: str) -> None:
-    """Raise for a coroutine from an async function that was not awaited.
-
-    Raises:
-        ConfigError: the value is a coroutine.
-    """
+    """Raise for a coroutine from an async function that was not awaited."""
     if inspect.iscoroutine(value):
         name = value.__name__
         value.close()

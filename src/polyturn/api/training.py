@@ -154,11 +154,7 @@ def run_training(source: build.ConfigSource, resolved: Mapping[str, Any], option
 
 
 def _refuse_launchers() -> None:
-    """Raise in a process of torchrun or another launcher of ranks, because each process would train a whole run.
-
-    Raises:
-        ConfigError: the launcher started several processes.
-    """
+    """Raise in a process of torchrun or another launcher of ranks, because each process would train a whole run."""
     rank, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE", "")
     if rank is not None and size.isdecimal() and int(size) > 1:
         raise ConfigError(
@@ -279,11 +275,7 @@ def _prepare(attempt: _Attempt, resolved: Mapping[str, Any], options: RunOptions
 
 
 def _refuse_links(folder: Path) -> None:
-    """Raise if parts of a run's folder are links to outside, through which a resumed run would read and write.
-
-    Raises:
-        CheckpointError: a part is such a link.
-    """
+    """Raise if parts of a run's folder are links to outside, through which a resumed run would read and write."""
     for name in ("checkpoints", "trajectories", "warm_start", "journal"):
         try:
             contained(folder, name)

@@ -3,8 +3,9 @@
     RunConfig  ->  tokenizer, model  ->  Codec, engine, ModelPolicy  ->  RolloutContext  ->  Trainer
     source         model.py              engine.py, parts.py             tasks.py             training.py
 
-Mistakes in a configuration are reported here, before any training time is spent. Each file imports only files to its left.
-Other packages take no config.
+Mistakes in a configuration are reported here, before any training time is spent: every function raises `ConfigError` for
+a part that the configuration names and that does not exist, cannot be made or does not fit the others, and `DataError` for
+tasks that cannot be read. Each file imports only files to its left. Other packages take no config.
 """
 
 from polyturn.build.checks import (

@@ -76,9 +76,6 @@ def check_further_models(source: ConfigSource, estimator: Any, *, like: PreTrain
     """Check that further models (critic, reference, teacher) exist and have the same vocabulary.
 
     For a plan, small models are loaded too, to test loading.
-
-    Raises:
-        ConfigError: the first problem.
     """
     from polyturn.training import hf
     from polyturn.training.reference import require_same_vocabulary
@@ -100,11 +97,7 @@ def check_further_models(source: ConfigSource, estimator: Any, *, like: PreTrain
 
 
 def check_algorithm(source: ConfigSource) -> None:
-    """Check estimator, loss and penalty as far as the configuration alone allows.
-
-    Raises:
-        ConfigError: the first problem.
-    """
+    """Check estimator, loss and penalty as far as the configuration alone allows."""
     build_estimator(source)
     build_loss(source)
     build_correction(source)
@@ -157,11 +150,7 @@ def build_reward_kl(source: ConfigSource) -> RewardKl | None:
 
 
 def build_critic(parts: Parts, estimator: Any) -> Critic | None:
-    """Return the critic that the estimator needs; None if it needs none.
-
-    Raises:
-        ConfigError: the critic's model cannot be loaded, or has another vocabulary.
-    """
+    """Return the critic that the estimator needs; None if it needs none."""
     from polyturn.algorithms.advantages import traits_of
     from polyturn.training.critic import Critic, local_critic
     from polyturn.training.ranked import RankedBackend
@@ -196,11 +185,7 @@ def critic_path(source: ConfigSource, estimator: Any) -> str | None:
 
 
 def critic_model(source: ConfigSource, *, like: PreTrainedModel) -> PreTrainedModel:
-    """Load the model `algorithm.critic.path`, which must have the tokenizer of `like`.
-
-    Raises:
-        ConfigError: the model cannot be loaded, or has another vocabulary.
-    """
+    """Load the model `algorithm.critic.path`, which must have the tokenizer of `like`."""
     path = source.config.algorithm.critic.path
     assert path is not None
     critic = load_frozen(source, path, like=like, dtype=None, needs_head=False)
@@ -229,11 +214,7 @@ def critic_options(source: ConfigSource) -> dict[str, Any]:
 
 
 def build_loss(source: ConfigSource) -> LossSettings:
-    """Return the configured loss.
-
-    Raises:
-        ConfigError: a term does not exist, or an option is invalid.
-    """
+    """Return the configured loss."""
     from polyturn.algorithms.losses import policy_losses
     from polyturn.training.loss_terms import LossSettings
 
@@ -284,11 +265,7 @@ def build_reference(source: ConfigSource, model: PreTrainedModel) -> bool | PreT
 
 
 def build_distilled(source: ConfigSource, model: PreTrainedModel) -> PreTrainedModel | None:
-    """Return the model to distil from; None without one.
-
-    Raises:
-        ConfigError: the model cannot be loaded, or the loss is `none` and nothing replaces it.
-    """
+    """Return the model to distil from; None without one."""
     path, distill = teacher_path(source), source.config.algorithm.loss.distill
     return None if path is None or distill is None else load_frozen(source, path, like=model, dtype=distill.dtype)
 
@@ -386,11 +363,7 @@ def task_check(source: ConfigSource) -> Callable[[Task], object] | None:
 
 
 def build_privileged(options: SelfDistillOptions, source: ConfigSource) -> Privileged | None:
-    """Return the function from a trajectory and its group to the privileged text; None if the text is a column of the row.
-
-    Raises:
-        ConfigError: the function cannot be imported or called.
-    """
+    """Return the function of a trajectory and its group that writes the privileged text; None if it is a column of rows."""
     if not names_code(options.privileged):
         return None
     key = "algorithm.self_distill.privileged"

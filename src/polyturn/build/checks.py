@@ -67,9 +67,6 @@ def check_each(
         name: Name of the tasks in messages.
         needs_name: Raise for tasks with interaction_kwargs that name no interaction.
         also: Called with every task that passed.
-
-    Raises:
-        DataError, ConfigError: the first problem.
     """
 
     def check(task: Task) -> None:
@@ -100,9 +97,6 @@ def check_before_weights(source: ConfigSource, tasks: RunTasks, plugins: Plugins
         tasks: The tasks of the run.
         plugins: The scheduler, interactions and rewards; None if they are made later: then no task is read.
         tools: The tools of the run.
-
-    Raises:
-        ConfigError, DataError: the first problem.
     """
     build_trackers(source)
     check_support(source.config)
@@ -119,11 +113,7 @@ def check_before_weights(source: ConfigSource, tasks: RunTasks, plugins: Plugins
 
 
 def check_support(config: RunConfig) -> None:
-    """Raise if `rollout.sampling.keep_support` has no effect, or engine or trainer cannot use it.
-
-    Raises:
-        ConfigError: the option cannot be used.
-    """
+    """Raise if `rollout.sampling.keep_support` has no effect, or engine or trainer cannot use it."""
     sampling, where = config.rollout.sampling, "rollout.sampling.keep_support is true"
     if not sampling.keep_support:
         return
@@ -151,9 +141,6 @@ def check_first_tasks(
     """Read the first tasks of each source, and check that they can be scored and run.
 
     If `plugins` is None, because further policies must be made first, no task is read.
-
-    Raises:
-        DataError, ConfigError: the first problem.
     """
     if plugins is None or tools is None:
         return
@@ -168,11 +155,7 @@ def check_first_tasks(
 
 
 def check_training(parts: Parts, tasks: RunTasks) -> None:
-    """Check the tasks of a training run, after `check_before_weights` and before training.
-
-    Raises:
-        DataError, ConfigError, TemplateError: the first problem.
-    """
+    """Check the tasks of a training run, after `check_before_weights` and before training."""
     estimator = build_estimator(parts.source)
     require_scores(parts, estimator)
     check_further_models(parts.source, estimator, like=parts.model)
@@ -201,11 +184,7 @@ def check_training(parts: Parts, tasks: RunTasks) -> None:
 
 
 def check_warm_start(source: ConfigSource) -> None:
-    """Raise if a warm start has no conversations.
-
-    Raises:
-        ConfigError: the conversations are not set, or the file, folder or function does not exist.
-    """
+    """Raise if the conversations of a warm start are not set, or their file, folder or function does not exist."""
     sft = source.config.warm_start
     if sft.steps == 0:
         return
@@ -224,11 +203,7 @@ def check_warm_start(source: ConfigSource) -> None:
 
 
 def check_run(parts: Parts, tasks: Sequence[Task], *, name: str) -> None:
-    """Raise for tasks that cannot run: unknown tools or interactions, no reward, a prompt that is too long.
-
-    Raises:
-        DataError, ConfigError, TemplateError: the first problem.
-    """
+    """Raise for tasks that cannot run: unknown tools or interactions, no reward, a prompt that is too long."""
     _refuse_tools_not_offered(parts.context)
     check_use(parts.context, {name: _read_tasks(parts, tasks, name=name)})
 

@@ -99,11 +99,7 @@ def check_workers(config: RunConfig) -> None:
 
 
 def with_workers(parts: Parts) -> Parts:
-    """Add `cluster.workers.count` processes on this machine that run the episodes; with a count of 1, change nothing.
-
-    Raises:
-        ConfigError: an object of the program cannot be sent to another process, or the run has further policies.
-    """
+    """Add `cluster.workers.count` processes on this machine that run the episodes; with a count of 1, change nothing."""
     config = parts.source.config
     if config.cluster.address is not None or config.cluster.workers.count == 1:
         return parts
@@ -150,11 +146,7 @@ def _without_cluster(source: ConfigSource) -> ConfigSource:
 
 
 def start_ranks(source: ConfigSource) -> RankProcesses:
-    """Start a process on this machine for each trainer rank; the first command waits until they are built.
-
-    Raises:
-        ConfigError: an object of the program cannot be sent to another process.
-    """
+    """Start a process on this machine for each trainer rank; the first command waits until they are built."""
     from polyturn.cluster.rank_processes import RankProcesses
 
     own = _for_ranks(source)
@@ -173,11 +165,7 @@ def _for_ranks(source: ConfigSource) -> ConfigSource:
 
 
 def check_travels(config: RunConfig) -> None:
-    """Refuse a configuration with an object of the program that cannot be sent to other processes.
-
-    Raises:
-        ConfigError: an object cannot be pickled.
-    """
+    """Refuse a configuration with an object of the program that cannot be pickled for other processes."""
     from polyturn.cluster.worker_pool import travelling
 
     for path, value in leaves(config.model_dump(), ()):
@@ -193,11 +181,7 @@ def check_travels(config: RunConfig) -> None:
 
 
 def cluster_parts(source: ConfigSource) -> Parts:
-    """Place engines, workers and ranks on the cluster that the configuration names, and return the controller's parts.
-
-    Raises:
-        ConfigError: there is no such cluster, it has no room, or the run does not support clusters.
-    """
+    """Place engines, workers and ranks on the cluster that the configuration names, and return the controller's parts."""
     config = source.config
     cluster = config.cluster
     assert cluster.address is not None
@@ -245,11 +229,7 @@ def _engine(source: ConfigSource) -> Engine:
 
 
 def _num_servers(parts: Parts) -> int:
-    """Return the number of servers of a run on a cluster.
-
-    Raises:
-        ConfigError: the engine is not a pool of servers.
-    """
+    """Return the number of servers of a run on a cluster."""
     pool, kind = parts.engine, parts.source.config.engine.kind
     if not isinstance(pool, EnginePool) or not all(isinstance(replica.engine, RemoteEngine) for replica in pool.replicas):
         raise ConfigError(

@@ -32,9 +32,6 @@ def build_endpoint_context(source: ConfigSource, endpoint: Endpoint) -> tuple[Ro
 
     The configured limits of turns, time and tokens per turn apply; limits on the tokens of a conversation are left to the
     server.
-
-    Raises:
-        ConfigError: the configuration cannot work.
     """
     check_plugins(source)
     limits = source.config.rollout.limits
@@ -69,11 +66,7 @@ def for_endpoint(which: EvalSet) -> EvalSet:
 
 
 def check_endpoint_run(context: RolloutContext, tasks: Sequence[Task], *, name: str) -> None:
-    """Raise for tasks that cannot run: unknown tools or interactions, no reward, media.
-
-    Raises:
-        DataError, ConfigError: the first problem.
-    """
+    """Raise for tasks that cannot run: unknown tools or interactions, no reward, media."""
 
     def check(task: Task) -> None:
         if any(message.media for message in task.prompt):

@@ -49,9 +49,6 @@ def build_engine(
 
     `places` makes, from the model's folder, the object that starts servers on other machines; None starts them on this
     machine. For `follows` see `EngineSetup`.
-
-    Raises:
-        ConfigError: the engine does not exist, is not installed, or lacks a capability that the run needs.
     """
     from polyturn.training.lora import adapter_settings
 
@@ -136,11 +133,7 @@ def _module_problem(engine: ServerOptions, names: Iterable[str]) -> str | None:
 
 
 def _explain_merged(engine: ServerOptions, problem: str | None) -> None:
-    """Refuse the transport `adapter` because of `problem`; for `auto`, log why the merged weights are sent.
-
-    Raises:
-        ConfigError: `engine.weights` is adapter.
-    """
+    """Refuse the transport `adapter` because of `problem`; for `auto`, log why the merged weights are sent."""
     if problem is not None and engine.weights == "adapter":
         raise ConfigError(f"engine.weights is adapter, and {problem}; remove engine.weights to send the merged weights")
     if problem is not None and engine.weights == "auto":
@@ -190,11 +183,7 @@ def route_shape(source: ConfigSource, model: PreTrainedModel) -> RouteShape | No
 
 
 def check_engine(source: ConfigSource) -> None:
-    """Check before weights are loaded that the engine exists, can be sent an adapter if it must, and can write its logs.
-
-    Raises:
-        ConfigError: the first problem.
-    """
+    """Check before weights are loaded that the engine exists, can be sent an adapter if it must, and can write its logs."""
     find_engine(source)
     options = source.config.engine
     if isinstance(options, ServerOptions) and options.weights == "adapter":
@@ -213,11 +202,7 @@ def check_engine(source: ConfigSource) -> None:
 
 
 def find_engine(source: ConfigSource) -> Callable[..., Any]:
-    """Return the function that makes the engine `engine.kind`.
-
-    Raises:
-        ConfigError: there is no such engine, or it does not accept `engine.kwargs`.
-    """
+    """Return the function that makes the engine `engine.kind`."""
     config = source.config.engine
     build = engines.resolve(config.kind, base=source.base, key="engine.kind")
     if not callable(build):

@@ -43,11 +43,7 @@ def env_configs(source: ConfigSource) -> list[EnvConfig]:
 
 
 def build_env_scheduler(source: ConfigSource, policies: FurtherPolicies) -> MultiTurnScheduler:
-    """Make the scheduler for the episodes of the run's environments.
-
-    Raises:
-        ConfigError: an environment cannot be made, conflicts with another section, or its episodes would never end.
-    """
+    """Make the scheduler for the episodes of the run's environments."""
     config = source.config
     if config.rollout.scheduler is not None:
         raise ConfigError(
@@ -77,11 +73,7 @@ def build_env_tools(source: ConfigSource) -> list[Tool]:
 
 
 def build_env_tasks(source: ConfigSource, *, split: str) -> Sequence[Task]:
-    """Return the tasks of the run's environments, with the seeds of the split ("train" or "eval").
-
-    Raises:
-        ConfigError: an environment cannot be made.
-    """
+    """Return the tasks of the run's environments, with the seeds of the split ("train" or "eval")."""
     parts: list[Sequence[Task]] = []
     for one in env_configs(source):
         # The evaluation's seeds follow those of training, so that no task is in both splits.
@@ -97,11 +89,7 @@ def build_env_tasks(source: ConfigSource, *, split: str) -> Sequence[Task]:
 
 
 def rows_for_env(source: ConfigSource, tasks: Sequence[Task], *, key: str) -> Sequence[Task]:
-    """Return the user's rows as tasks of the run's only environment.
-
-    Raises:
-        ConfigError: the environment has its own tasks, or there are several.
-    """
+    """Return the user's rows as tasks of the run's only environment."""
     configs = env_configs(source)
     adapters = [_adapter(one, source) for one in configs]
     if len(adapters) > 1:

@@ -229,11 +229,7 @@ def layout_of(config: RunConfig) -> GpuLayout:
 
 
 def require_fit(demand: Demand, layout: GpuLayout, *, gpus: int, limit: int) -> None:
-    """Raise if a layout needs more GPUs, or more memory on a GPU, than available.
-
-    Raises:
-        ConfigError: with the nearest layout that fits, if there is one.
-    """
+    """Raise if a layout needs more GPUs, or more memory on a GPU, than available; the error names the nearest that fits."""
     takes = f"it takes {counted(layout.gpus, 'GPU')} and there {'is' if gpus == 1 else 'are'} {gpus}"
     wrong = [takes] if layout.gpus > gpus else []
     for title, bytes_by_part in demand.tables(layout).items():
@@ -342,11 +338,7 @@ def verdict_of(
 
 
 def require_memory(source: ConfigSource) -> None:
-    """Raise if weights, gradients and optimizer alone exceed the memory. This reads no weights.
-
-    Raises:
-        ConfigError: they exceed it, so the system would kill the run.
-    """
+    """Raise if weights, gradients and optimizer alone exceed the memory. This reads no weights."""
     import torch
 
     config = source.config

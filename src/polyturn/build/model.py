@@ -85,9 +85,6 @@ def build_model(
     """Load the model, or make one with random weights from `model.init`; add the adapter of `model.lora`.
 
     With `source.reads_parts` the weights of a folder are not read here; a rank reads them later, into its shards.
-
-    Raises:
-        ConfigError: the model cannot be loaded, or the adapter does not fit.
     """
     from polyturn.training import hf, lora
 
@@ -126,11 +123,7 @@ def on_gpu(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def build_outline(source: ConfigSource, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    """Create the model without weights, only config and shapes, for a process that neither trains nor samples.
-
-    Raises:
-        ConfigError: there is no such model.
-    """
+    """Create the model without weights, only config and shapes, for a process that neither trains nor samples."""
     import torch
 
     model = source.config.model
@@ -141,11 +134,7 @@ def build_outline(source: ConfigSource, tokenizer: PreTrainedTokenizerFast) -> P
 
 
 def outline_of(source: ConfigSource, path: str) -> PreTrainedModel:
-    """Make the model of a folder or hub name without weights, in the dtype of the run.
-
-    Raises:
-        ConfigError: there is no such model.
-    """
+    """Make the model of a folder or hub name without weights, in the dtype of the run."""
     from polyturn.training import hf
 
     model = source.config.model
@@ -222,11 +211,7 @@ def max_context_of(
 
 
 def build_media(config_source: ConfigSource, codec: Codec, model: PreTrainedModel) -> MediaProcessor | None:
-    """Make the processor of a model that reads more than text; None for a text model.
-
-    Raises:
-        ConfigError: the processor `model.processor` does not exist, raises, or does not fit the tokenizer.
-    """
+    """Make the processor of a model that reads more than text; None for a text model."""
     from polyturn.training import hf
 
     config = config_source.config.model

@@ -114,9 +114,6 @@ def build_parts(
         follows: In a rollout worker, the number of the controller's servers, which the worker only calls.
         check: Called with plug-ins and tools before weights are loaded. The plug-ins are None if further policies must be
             made first.
-
-    Raises:
-        ConfigError, TemplateError: the configuration cannot work.
     """
     config, rollout = source.config, source.config.rollout
     for name in (config.model.path, config.model.tokenizer):
@@ -194,11 +191,7 @@ class Plugins(NamedTuple):
 
 
 def build_plugins(source: ConfigSource, policies: FurtherPolicies) -> Plugins:
-    """Make the scheduler, the rewards and the interactions.
-
-    Raises:
-        ConfigError: a plug-in cannot be made.
-    """
+    """Make the scheduler, the rewards and the interactions."""
     scheduler = build_scheduler(source, policies)
     rewarder = build_rewarder(source, policies, scheduler)
     named = source.config.rollout.interactions
@@ -224,11 +217,7 @@ def build_context(source: ConfigSource, plugins: Plugins, policies: FurtherPolic
 
 
 def check_plugins(source: ConfigSource) -> None:
-    """Import the user's plug-ins and check their classes and signatures, before anything is loaded.
-
-    Raises:
-        ConfigError: a class lacks or misspells a required method, or a reward function cannot be called.
-    """
+    """Import the user's plug-ins and check their classes and signatures, before anything is loaded."""
     config = source.config
     load_plugins(config.plugins, base=source.base)
     if config.rollout.interactions is not None:
@@ -245,11 +234,7 @@ def check_plugins(source: ConfigSource) -> None:
 
 
 def _scheduler_class(source: ConfigSource) -> Any:
-    """Return the class of `rollout.scheduler`, or the adapter of another library's class.
-
-    Raises:
-        ConfigError: there is no such scheduler.
-    """
+    """Return the class of `rollout.scheduler`, or the adapter of another library's class."""
     name = source.config.rollout.scheduler or "default"
     theirs: dict[str, Any] = {}
     if isinstance(name, str) and name not in schedulers and ":" not in name:
@@ -272,11 +257,7 @@ def build_tools(source: ConfigSource, *, codec: Codec) -> Toolbox:
 
 
 def _function_tools(source: ConfigSource) -> list[BaseTool]:
-    """Return the tools of `rollout.tools.functions`.
-
-    Raises:
-        ConfigError: a function cannot be imported, or is not decorated as a tool.
-    """
+    """Return the tools of `rollout.tools.functions`."""
     function_tools: list[BaseTool] = []
     for name in source.config.rollout.tools.functions:
         if isinstance(name, str) and name.endswith(".py"):
@@ -330,11 +311,7 @@ def _overlong(config: Overlong, limits: Limits) -> Overlong | None:
 
 
 def build_scheduler(source: ConfigSource, policies: FurtherPolicies = NO_POLICIES) -> MultiTurnScheduler:
-    """Make the scheduler.
-
-    Raises:
-        ConfigError: the scheduler does not exist, does not accept its arguments, or no limit would end its episodes.
-    """
+    """Make the scheduler."""
     if source.config.env is not None:
         return build_env_scheduler(source, policies)
     rollout = source.config.rollout

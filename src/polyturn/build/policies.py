@@ -63,9 +63,6 @@ def build_policies(
         source: The configuration.
         model: The trained model; None if this process has none to copy.
         codec: The trained model's tokenizer and template.
-
-    Raises:
-        ConfigError: a policy cannot be loaded, or its configuration is invalid.
     """
     by_name: dict[str, FrozenPolicy] = {}
     snapshots: list[PolicySnapshot] = []
@@ -134,11 +131,7 @@ def _policy(
 
 
 def _own_source(one: PolicyConfig, source: ConfigSource, model: ModelConfig) -> ConfigSource:
-    """Return the configuration of a run with only this policy.
-
-    Raises:
-        ConfigError: `engine.update` of the policy is sleep.
-    """
+    """Return the configuration of a run with only this policy."""
     config = source.config
     if one.engine is not None and one.engine.update == "sleep":
         raise ConfigError(

@@ -53,11 +53,7 @@ def packs_rows(config: RunConfig, *, on_gpu: bool) -> bool:
 
 
 def check_backend(source: ConfigSource) -> None:
-    """Raise if the backend does not exist or cannot split the model, judged by the model's config.
-
-    Raises:
-        ConfigError: the backend does not exist, is not installed, or cannot split the model.
-    """
+    """Raise if the backend does not exist, is not installed, or cannot split the model, judged by the model's config."""
     from polyturn.training.backend import backends
     from polyturn.training.lora import add_lora
 
@@ -76,11 +72,7 @@ def check_backend(source: ConfigSource) -> None:
 
 
 def _check_offload(config: RunConfig) -> None:
-    """Raise if `offload` is set for an optimizer that cannot be offloaded, or that has little state to offload.
-
-    Raises:
-        ConfigError: `offload` cannot be used.
-    """
+    """Raise if `offload` is set for an optimizer that cannot be offloaded, or that has little state to offload."""
     optims = {
         "train.optim": config.train.optim,
         "warm_start.optim": config.warm_start.optim,
@@ -139,11 +131,7 @@ def policy_options(
 
 
 def check_ranks(config: RunConfig) -> None:
-    """Raise for configurations that their number of ranks cannot run.
-
-    Raises:
-        ConfigError: the batch is too small, or an option works with one rank only.
-    """
+    """Raise for configurations that their number of ranks cannot run: a small batch, or an option for one rank only."""
     train = config.train
     split = train.distributed
     num_ranks, wide = split.ranks, row_width(config)

@@ -56,11 +56,7 @@ class RunTasks:
 
 
 def build_run_tasks(source: ConfigSource) -> RunTasks:
-    """Open the tasks of a training run.
-
-    Raises:
-        ConfigError, DataError: there are no tasks, or they cannot be read.
-    """
+    """Open the tasks of a training run."""
     train, eval_sets = build_train_tasks(source), build_eval_sets(source)
     for name in ("every", "stop_at", "patience") if not eval_sets else ():
         if value := getattr(source.config.evaluation, name):
@@ -72,11 +68,7 @@ def build_run_tasks(source: ConfigSource) -> RunTasks:
 
 
 def build_train_tasks(config_source: ConfigSource) -> Sequence[Task]:
-    """Open the training tasks: data.train, or the tasks of the environment.
-
-    Raises:
-        ConfigError, DataError: there are no tasks or two sources of tasks, or they cannot be read.
-    """
+    """Open the training tasks: data.train, or the tasks of the environment."""
     source, names = config_source.config.data.train, [e.name for e in env_configs(config_source)]
     if source is None and not names:
         raise ConfigError(
@@ -90,11 +82,7 @@ def build_train_tasks(config_source: ConfigSource) -> Sequence[Task]:
 
 
 def build_sampler(source: ConfigSource, tasks: Sequence[Task]) -> Callable[[], TaskSampler]:
-    """Return a function that creates a sampler at its first visit.
-
-    Raises:
-        ConfigError: `data.sampler` does not name a Curriculum, or its arguments do not fit.
-    """
+    """Return a function that creates a sampler at its first visit."""
     data, seed = source.config.data, source.config.seed
     sampler = data.sampler
     if isinstance(sampler, MixOptions):

@@ -232,11 +232,7 @@ def stored_exporter(parts: Parts) -> Callable[[Path], object]:
 
 
 def warm_start_samples(parts: Parts) -> list[TrainSample]:
-    """Return the samples of `warm_start.conversations`: a jsonl file, a function, or the folder of a run.
-
-    Raises:
-        ConfigError, DataError: there are none, or they cannot be read.
-    """
+    """Return the samples of `warm_start.conversations`: a jsonl file, a function, or the folder of a run."""
     from polyturn.training.sft import encode_conversation, trajectory_samples
 
     source, sft = parts.source, parts.source.config.warm_start
@@ -264,11 +260,7 @@ def warm_start_samples(parts: Parts) -> list[TrainSample]:
 
 
 def build_trackers(source: ConfigSource) -> tuple[TrackerSpec, ...]:
-    """Find the trackers of a run and check their keys, before any time is spent.
-
-    Raises:
-        ConfigError: a tracker is unknown, not installed, or does not accept its keys.
-    """
+    """Find the trackers of a run and check their keys, before any time is spent."""
     from polyturn.tracking.manager import tracker_spec
 
     wanted = [t if isinstance(t, TrackerConfig) else TrackerConfig(name=t) for t in source.config.tracking]
