@@ -20,28 +20,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import yaml
-
 from polyturn import build
 from polyturn.api.console import logging_to
 from polyturn.api.folders import ANOTHER_FOLDER, keep_tokenizer, later_run, name_of, new_run_folder
 from polyturn.api.signals import Signals, until_done
 from polyturn.config.load import write_resolved
 from polyturn.config.models import RunConfig
-from polyturn.core.errors import (
-    CheckpointError,
-    ConfigError,
-    DataError,
-    EngineLostError,
-    PolyturnError,
-    RankLostError,
-)
+from polyturn.core.errors import CheckpointError, ConfigError, DataError, EngineLostError, PolyturnError, RankLostError
 from polyturn.core.secrets import masked
 from polyturn.infra.console import stderr_console
 from polyturn.infra.contained import contained
 from polyturn.infra.folder_lock import hold_folder
 from polyturn.infra.loop import run_loop
 from polyturn.infra.writable import check_writable
+from polyturn.infra.yaml_file import read_yaml
 from polyturn.tracking.plot import plot_learning_curve
 from polyturn.training.observer import RunObserver
 from polyturn.training.options import BACKEND
@@ -138,11 +130,8 @@ def run_training(source: build.ConfigSource, resolved: Mapping[str, Any], option
         except (RankLostError, EngineLostError) as problem:
             if not left:
                 raise
-            logger.warning(
-                "%s\nThe run restarts, from its latest checkpoint if any; restarts left after this one: %d",
-                problem,
-                left - 1,
-            )
+            restart = "The run restarts, from its latest checkpoint if any; restarts left after this one"
+            logger.warning("%s\n%s: %d", problem, restart, left - 1)
             build.close_adapters(attempt.source)
             source = replace(source, adapters={})
             if not attempt.name:  # the attempt ended before it chose a folder, so it left nothing to resume
@@ -221,12 +210,8 @@ def _prepare(attempt: _Attempt, resolved: Mapping[str, Any], options: RunOptions
             resume = False
             attempt.locks.close()  # the run gets a new folder
         if resume and (later := later_run(folder)) is not None:
-            logger.warning(
-                "resuming %s; a later run of that name is in %s (name=%s)",
-                folder,
-                later,
-                name_of(later, config.out),
-            )
+            named = name_of(later, config.out)
+            logger.warning("resuming %s; a later run of that name is in %s (name=%s)", folder, later, named)
         if resume:
             before = former_settings(folder / "config.yaml")
             if latest is not None:
@@ -386,11 +371,10 @@ def tell_changes(former: Mapping[str, Any], resolved: Mapping[str, Any]) -> None
 def former_settings(path: Path) -> dict[str, Any]:
     """Return the settings in the file `path` of a run's folder; if it cannot be read, warn and return {}."""
     try:
-        former = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as problem:
+        return read_yaml(path)
+    except ConfigError as problem:
         logger.warning("the former settings of this run cannot be read, so changes are not listed (%s)", problem)
         return {}
-    return former if isinstance(former, dict) else {}
 
 
 @contextlib.contextmanager
