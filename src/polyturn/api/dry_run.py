@@ -280,19 +280,10 @@ def _probe(model: torch.nn.Module, *, num_tokens: int = 64) -> Probe:
     for _ in range(2):
         began = time.perf_counter()
         total = model(input_ids=ids).logits.float().mean()
-        _wait(total)
+        total.item()  # waits for the device
         middle = time.perf_counter()
         total.backward()
-        _wait(total)
+        total.item()
         probe = Probe(num_tokens, middle - began, time.perf_counter() - middle)
         model.zero_grad(set_to_none=True)
     return probe
-
-
-def _wait(total: torch.Tensor) -> None:
-    """Wait until the device has computed `total`."""
-    import torch
-
-    total.detach().item()
-    if total.device.type == "cuda":
-        torch.cuda.synchronize(total.device)
