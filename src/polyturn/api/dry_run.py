@@ -144,14 +144,10 @@ def _model_text(one: PolicyConfig) -> str:
 def changed(values: Mapping[str, Any], defaults: Mapping[str, Any], unlike_model: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that differ both from the defaults of a run and from the defaults of their own section.
 
-    An optional section has no defaults in an empty config, so its keys are compared with the section's own defaults only.
+    An optional section is None in `defaults`, or absent, so its keys are compared with the section's own defaults only.
+    `unlike_model` has the settings that differ from those, nested like `values`.
 
     {"train": {"steps": 5, "epochs": 1}}, with the defaults {"train": {"steps": 9, "epochs": 1}}  ->  {"train": {"steps": 5}}
-
-    Args:
-        values: All settings.
-        defaults: The settings of a config that sets nothing; an optional section is None there, or absent.
-        unlike_model: The settings that differ from the defaults of their own section, nested like `values`.
     """
     differ = {}
     for key, value in values.items():

@@ -22,15 +22,9 @@ ANOTHER_FOLDER = "set out=FOLDER to a writable one, or another name=NAME"
 def open_source(
     path: Path, overrides: Sequence[str], *, resume: bool | Literal["auto"] | None = None
 ) -> tuple[ConfigSource, dict[str, Any]]:
-    """Load a configuration file, or the config.yaml in a run's folder.
+    """Load a configuration file, or the config.yaml in a run's folder, and return it with its values for `write_resolved`.
 
-    Args:
-        path: The configuration file or the run's folder.
-        overrides: Overrides, `section.key=value`.
-        resume: Whether training resumes; None for commands without training.
-
-    Returns:
-        The configuration with the folder that its relative paths start at, and its values for `write_resolved`.
+    `resume` is whether training resumes; None for commands without training.
     """
     loaded = load_config(RunConfig, path, overrides)
     if resume is not None:

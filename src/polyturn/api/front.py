@@ -336,10 +336,8 @@ def _begun(
 ) -> Iterator[tuple[ConfigSource, dict[str, Any]]]:
     """Load the configuration from `arguments`, and show the run's log lines within the context.
 
-    Args:
-        arguments: The arguments of the call.
-        reads: Keys of training that a run without training reads too.
-        resume: Whether training resumes; None for runs without training.
+    `reads` has keys of training that a run without training reads too. `resume` is whether training resumes; None for runs
+    without training.
     """
     from polyturn.api.given import read
     from polyturn.api.keywords import path_of
@@ -365,11 +363,9 @@ def _begun(
 
 
 def _warn_of_sampling(values: Sequence[tuple[str, KeyPath, Any]], *, set_name: str) -> None:
-    """Warn of keywords for the sampling in training, which evaluation sets do not use.
+    """Warn of keywords for the sampling in training, which evaluation sets such as `set_name` do not use.
 
-    Args:
-        values: (keyword, key, value) for each key that a keyword sets.
-        set_name: The name of an evaluation set, for the suggestion.
+    `values` has (keyword, key, value) for each key that a keyword sets.
     """
     sampling = {path[2]: (n, value) for n, path, value in values if path[:2] == ("rollout", "sampling") and path[2:]}
     if sampling:

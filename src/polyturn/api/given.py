@@ -117,9 +117,7 @@ def _own(keywords: Mapping[str, Any]) -> dict[str, Any]:
 def read(arguments: GivenArguments, *, resume: bool | Literal["auto"] | None = None) -> tuple[ConfigSource, dict[str, Any]]:
     """Return the configuration with its objects, and its values for `write_resolved`.
 
-    Args:
-        arguments: The arguments of the call.
-        resume: Whether training resumes; None for runs without training.
+    `resume` is whether training resumes; None for runs without training.
 
     Raises:
         ConfigError, DataError: an argument is invalid.

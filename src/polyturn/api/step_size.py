@@ -39,12 +39,7 @@ ON_CPU: Mapping[KeyPath, int] = {
 
 
 def with_step_size(loaded: Loaded[RunConfig], *, resume: bool | Literal["auto"]) -> Loaded[RunConfig]:
-    """Return the configuration with the missing keys of a step's size filled in.
-
-    Args:
-        loaded: The configuration.
-        resume: Whether training resumes; it then keeps the numbers that it started with.
-    """
+    """Return the configuration with the missing keys of a step's size filled in; a run that resumes keeps its numbers."""
     config = loaded.config
     former = _former(Path(config.out) / config.name / "config.yaml") if resume else {}
     unset = [path for path in ON_CPU if path not in loaded.written]

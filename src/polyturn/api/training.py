@@ -103,15 +103,7 @@ class RunOptions:
 
 
 def run_training(source: build.ConfigSource, resolved: Mapping[str, Any], options: RunOptions) -> TrainedRun | None:
-    """Train a run.
-
-    Args:
-        source: The configuration.
-        resolved: The configuration as plain data, for `write_resolved`.
-        options: The caller's options.
-
-    Returns:
-        The result; None for a dry run.
+    """Train a run, and return the result; None for a dry run. `resolved` is the configuration for `write_resolved`.
 
     Raises:
         PolyturnError: the run cannot work, or one of its parts failed.

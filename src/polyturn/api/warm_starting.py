@@ -49,15 +49,8 @@ def warm_start(
 ) -> Spent:
     """Train on the conversations of `warm_start`, if any; resume an interrupted warm start.
 
-    A signal ends the warm start after the current step with a checkpoint, and the process with 128 + the signal's number.
-
-    Args:
-        parts: The parts of the run.
-        observer: Records every step.
-        signals: Records interruptions.
-        folder: The run's folder.
-        again: The command that resumes the run.
-        on_resume: Called after a checkpoint is loaded.
+    A signal ends the warm start after the current step with a checkpoint, and the process with 128 + the signal's number;
+    `again` is the command that resumes the run. `on_resume` is called after a checkpoint is loaded.
 
     Raises:
         CheckpointError: the checkpoint cannot be resumed.

@@ -60,13 +60,8 @@ def check_each(
 ) -> DatasetSummary:
     """Read every task once and check that it can be scored and run; return a summary of all tasks.
 
-    Args:
-        plugins: The scheduler, interactions and rewards.
-        tools: The tools of the run.
-        tasks: The tasks.
-        name: Name of the tasks in messages.
-        needs_name: Raise for tasks with interaction_kwargs that name no interaction.
-        also: Called with every task that passed.
+    `name` is the name of the tasks in messages, and `also` makes further checks of every task. With `needs_name`, tasks with
+    interaction_kwargs must name an interaction.
     """
 
     def check(task: Task) -> None:
@@ -90,13 +85,8 @@ def check_each(
 def check_before_weights(source: ConfigSource, tasks: RunTasks, plugins: Plugins | None, tools: Toolbox | None) -> None:
     """Run the checks that need no weights: unknown names, and rows that cannot be scored.
 
-    Checks that need PyTorch, whose import takes seconds, are last.
-
-    Args:
-        source: The configuration.
-        tasks: The tasks of the run.
-        plugins: The scheduler, interactions and rewards; None if they are made later: then no task is read.
-        tools: The tools of the run.
+    Without `plugins` and `tools`, which are then made later, no task is read. Checks that need PyTorch, whose import takes
+    seconds, are last.
     """
     build_trackers(source)
     check_support(source.config)

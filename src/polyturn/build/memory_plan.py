@@ -311,15 +311,10 @@ class MemoryVerdict(NamedTuple):
 def verdict_of(
     config: RunConfig, size: ModelSize, bytes_by_part: Mapping[str, int], *, layout: GpuLayout, max_context: int
 ) -> MemoryVerdict | None:
-    """Return the verdict for this machine; None if the run uses other machines, GPUs that this machine
-    lacks, or GPUs that ranks share with servers.
+    """Return the verdict for this machine; None if the run uses other machines, GPUs that this machine lacks, or GPUs that
+    ranks share with servers.
 
-    Args:
-        config: The run's configuration.
-        size: Sizes of the model.
-        bytes_by_part: The bytes of each part of a rank, with the embedded engine's cache.
-        layout: The run's processes.
-        max_context: Tokens of the longest conversation.
+    `bytes_by_part` has the parts of a rank, with the embedded engine's cache.
     """
     import torch
 

@@ -57,13 +57,7 @@ class FurtherPolicies:
 def build_policies(
     source: ConfigSource, *, model: PreTrainedModel | None = None, codec: Codec | None = None
 ) -> FurtherPolicies:
-    """Make the further policies of a run.
-
-    Args:
-        source: The configuration.
-        model: The trained model; None if this process has none to copy.
-        codec: The trained model's tokenizer and template.
-    """
+    """Make the further policies of a run; `model` is the trained model, None if this process has none to copy."""
     by_name: dict[str, FrozenPolicy] = {}
     snapshots: list[PolicySnapshot] = []
     for name, one in source.config.policies.items():

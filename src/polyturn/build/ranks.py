@@ -197,13 +197,8 @@ def model_of(source: ConfigSource) -> tuple[Callable[[], PreTrainedModel], Media
 def model_maker(
     source: ConfigSource, tokenizer: PreTrainedTokenizerFast, *, model: PreTrainedModel | None = None
 ) -> Callable[[], PreTrainedModel]:
-    """Return a function that makes a rank's model: without weights if the rank can read them in parts, else a full copy.
-
-    Args:
-        source: The configuration.
-        tokenizer: Sets the vocabulary of a model with random weights.
-        model: The controller's model, which is copied if its weights are in no folder and on no hub.
-    """
+    """Return a function that makes a rank's model: without weights if the rank can read them in parts, else a copy of
+    `model`, the controller's."""
     path = source.config.model.path
     if isinstance(path, str):
         reading = dataclasses.replace(source, reads_parts=True)

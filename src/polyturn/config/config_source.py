@@ -62,10 +62,6 @@ _FILES = (
 def check_model_name(source: str, base: Path) -> None:
     """Raise for a model's name that cannot be valid; nothing is downloaded.
 
-    Args:
-        source: A folder, a model on the package index, or a name on the hub.
-        base: The folder of relative paths.
-
     Raises:
         ConfigError: the name can only be a folder that does not exist, or the folder has no model.
     """

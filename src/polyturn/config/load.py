@@ -124,15 +124,9 @@ def warn_of_repeated(overrides: Sequence[str]) -> None:
 
 
 def load_values(model: type[ModelT], values: Mapping[str, Any], *, origin: Mapping[KeyPath, str]) -> Loaded[ModelT]:
-    """Load a configuration made by a program.
+    """Load a configuration made by a program, with errors as in `load_config`.
 
-    Args:
-        model: The pydantic model.
-        values: The configuration as plain data.
-        origin: Key -> the original key it was translated from, with its source: {("train", "steps"): "trainer.steps"}.
-
-    Raises:
-        ConfigError: as `load_config`.
+    `origin` maps keys to the keys they were translated from, with their source: {("train", "steps"): "trainer.steps"}.
     """
     sources = Sources()
     sources.merge(values, "")

@@ -41,10 +41,7 @@ def absolute(translation: Translation, *, folder: Path | None) -> dict[str, Any]
 def relative_to(translation: Translation, folder: Path, *, config: Path) -> dict[str, Any]:
     """Return the native configuration with relative paths converted to start at `folder`.
 
-    Args:
-        translation: The translation.
-        folder: The new start of relative paths.
-        config: The folder of the translated config; paths in its section `polyturn` start there.
+    `config` is the folder of the translated config, at which paths in its section `polyturn` start.
     """
 
     def rebase(path: str, _: str) -> str:
