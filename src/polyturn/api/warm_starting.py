@@ -18,7 +18,6 @@ from polyturn.api.signals import Signals
 from polyturn.core.errors import CheckpointError
 from polyturn.training.checkpoint import WARM_START, Checkpoints, SavingClock
 from polyturn.training.observer import RunObserver
-from polyturn.training.policy import ModelPolicy
 from polyturn.training.ranked import RankedBackend
 from polyturn.training.sft import run_sft
 
@@ -62,7 +61,11 @@ def warm_start(
         return Spent()
     first, spent_s = (0, 0.0) if latest is None else _taken(checkpoints, latest, num_steps=sft.steps)
     samples = build.warm_start_samples(parts)
-    policy = _policy_to_warm(parts, latest, first, on_resume=on_resume)
+    policy = build.build_policy(parts, sft.optim.over(sft.steps), max_tokens_per_batch=sft.max_tokens_per_batch)
+    if latest is not None:
+        policy.load(latest / "policy")
+        on_resume()
+        logger.info("warm start: resuming at step %d", first)
     clock = SavingClock(parts.source.config.train.checkpoint_every_s)
 
     def save(step: int) -> None:
@@ -94,19 +97,6 @@ def warm_start(
         logger.warning("interrupted at step %d of the warm start; resume with: %s", steps, again)
         raise SystemExit(128 + signals.received[0])
     return Spent(steps, policy.train_seconds)
-
-
-def _policy_to_warm(
-    parts: build.Parts, latest: Path | None, first_step: int, *, on_resume: Callable[[], object]
-) -> ModelPolicy:
-    """Return the policy of a warm start, from its checkpoint `latest` if there is one."""
-    sft = parts.source.config.warm_start
-    policy = build.build_policy(parts, sft.optim.over(sft.steps), max_tokens_per_batch=sft.max_tokens_per_batch)
-    if latest is not None:
-        policy.load(latest / "policy")
-        on_resume()
-        logger.info("warm start: resuming at step %d", first_step)
-    return policy
 
 
 def _taken(checkpoints: Checkpoints, latest: Path, *, num_steps: int) -> tuple[int, float]:
