@@ -13,9 +13,8 @@ from difflib import get_close_matches
 from typing import Any
 
 from polyturn.config.models import RunConfig
-from polyturn.config.retired import RETIRED
 from polyturn.config.schema import schema_table
-from polyturn.config.unknown import CLOSE, nearest_keys
+from polyturn.config.unknown import CLOSE, RETIRED, nearest_keys
 from polyturn.config.well_known import WELL_KNOWN, call_for
 from polyturn.core.errors import ConfigError, did_you_mean
 

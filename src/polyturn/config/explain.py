@@ -14,13 +14,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from polyturn.config import schema
 from polyturn.config.references import secrets_in, value_at
-from polyturn.config.retired import successor
 from polyturn.config.schema import KeyPath, dotted
 from polyturn.config.sources import Sources
+from polyturn.config.unknown import NUM_LISTED, successor
 from polyturn.infra.expected import expected
 
-MAX_KEYS = 6
-"""Largest number of a section's keys in a message."""
 UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")
 """pydantic's error types for an unknown key of a model, and of a dataclass."""
 
@@ -93,7 +91,7 @@ def _keys(model: type, path: KeyPath, value: Any) -> str:
         return ""
     keys = schema.keys_of(section)
     known = list(keys)
-    known_keys = f" ({', '.join(known[:MAX_KEYS])}{', …' if len(known) > MAX_KEYS else ''})"
+    known_keys = f" ({', '.join(known[:NUM_LISTED])}{', …' if len(known) > NUM_LISTED else ''})"
     taker = next((name for name, key in keys.items() if key.default in (None, []) and _takes(key.annotation, value)), None)
     return known_keys if taker is None else f"{known_keys}; write {dotted(path)}: {{{taker}: …}}"
 

@@ -3,7 +3,7 @@
     unknown_keys(RunConfig, {"train": {"step": 3}})  ->  [Unknown(path=("train", "step"), value=3, hint=" Did you …"), …]
 
 Pydantic reports an unknown key in a union once per member and without a suggestion. This module walks the annotations to
-give one sentence with the nearest key.
+give one sentence with the nearest key, or with the successor of a key or value of a former version.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from polyturn.config.retired import successor
 from polyturn.config.schema import (
     KeyPath,
     child,
@@ -36,6 +36,43 @@ NUM_LISTED = 6
 """Largest number of a section's keys in a message."""
 CLOSE = 0.8
 """difflib similarity from which a key of the same section is suggested before another trainer's key or another section's."""
+
+RETIRED: Mapping[str, str] = {
+    "algorithm.kl_coef": "write algorithm.kl.coef",
+    "algorithm.kl_estimator": "write algorithm.kl.estimator",
+    "algorithm.kl_target": "write algorithm.kl.target",
+    "algorithm.kl_horizon": "write algorithm.kl.horizon",
+    "algorithm.kl_in_reward": "write algorithm.kl={place: reward, coef: …}, in a list if the loss has a KL term too",
+    "algorithm.clip_dual": "write algorithm.loss.dual_clip",
+    "algorithm.loss_kwargs": "write its entries beside the name: algorithm.loss={name: …, tau_pos: …}",
+    "algorithm.advantage_kwargs": "write its entries beside the name: algorithm.advantage={name: …, gamma: …}",
+    "data.mix": "write data.sampler={name: mix, weights: {…}}",
+    "data.sampler_kwargs": "write its entries beside the name: data.sampler={name: …, start: …}",
+    "engine.in_process": "remove it: engine.kind=sglang starts servers, with the options of engine.launch",
+    "engine.num_threads": "remove it: num_threads counts for sampling and for training",
+    "engine.order": "remove it: waiting requests are served in the order of arrival",
+    "engine.order_kwargs": "remove it: waiting requests are served in the order of arrival",
+    "engine.process": "remove it: the embedded engine samples during training if train.max_staleness is above 0",
+    "model.lora.rank_stabilized": "multiply model.lora.alpha by the square root of the rank, which has the same effect",
+    "model.train_tokenizer": "write model.tokenizer={corpus: …, vocab_size: …}",
+    "optim.warmup_ratio": "write warmup_steps, where a number below 1 is a share of the steps",
+    "policies.*.train": "a run trains one policy; let it play several parts (model: policy), or train the other in its run",
+    "reward.batch_size": "write reward.batch.size",
+    "reward.batch_wait_s": "write reward.batch.wait_s",
+    "reward.function.kwargs": "write its entries beside the name: reward.function={name: …, bonus: …}",
+    "reward.routes.*.kwargs": "write its entries beside the name: {name: …, bonus: …}",
+    "rollout.reasoning_parser": "write rollout.parser.reasoning",
+    "rollout.tools.breaker.min_episodes": "remove it: the failures of all episodes count, and concurrent ones count once",
+    "train.distributed.strategy": "write train.backend: torch (FSDP2 on several ranks) or megatron",
+    # values
+    "engine.weights=disk": "use folder, with engine.weights_folder",
+    "engine.weights=group": "use nccl between GPUs, or gloo",
+    "engine.weights=http": "use gloo (or nccl between GPUs), the server's own transfer",
+    "engine.weights=shared_memory": "use folder",
+    "reward.batch.wait_s=None": "write the number of seconds for which a call is collected, such as 1.0",
+}
+"""Key or key=value of a former version -> what to write now. `*` stands for a name; the key may be inside another section.
+Keys whose last part is unchanged, such as `algorithm.clip_low`, are not listed: their new section is found."""
 
 
 class Unknown(NamedTuple):
@@ -121,3 +158,8 @@ def nearest_keys(name: str, keys: Iterable[str]) -> list[str]:
         by_name.setdefault(key.rpartition(".")[2], []).append(key)
     close = get_close_matches(name, by_name, n=2, cutoff=CLOSE)
     return [key for one in close for key in by_name[one]]
+
+
+def successor(key: str) -> str:
+    """Return the advice for a retired `key` or `key=value`, "" for any other."""
+    return next((text for pattern, text in RETIRED.items() if fnmatchcase(f".{key}", f"*.{pattern}")), "")

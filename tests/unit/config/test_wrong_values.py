@@ -15,8 +15,8 @@ from polyturn.algorithms.estimator_options import NamedEstimatorOptions
 from polyturn.algorithms.loss_options import NamedLossOptions
 from polyturn.config.load import load_config, schema_table
 from polyturn.config.models import RunConfig
-from polyturn.config.retired import RETIRED
 from polyturn.config.schema import keys_of, kinds_of
+from polyturn.config.unknown import RETIRED
 from polyturn.core.errors import ConfigError
 from polyturn.infra.plugins import import_attr
 
