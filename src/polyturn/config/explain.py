@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from polyturn.config import schema
-from polyturn.config.references import secrets_in, value_at
+from polyturn.config.references import restored, secrets_in, value_at
 from polyturn.config.schema import KeyPath, dotted
 from polyturn.config.sources import Sources
 from polyturn.config.unknown import NUM_LISTED, successor
@@ -136,17 +136,5 @@ def _locate(loc: Sequence[str | int], model: type, values: Any) -> tuple[KeyPath
 
 def as_shown(value: Any, path: KeyPath, raw_env: Mapping[KeyPath, str]) -> str:
     """Return a value for a message, shortened, with the configured expression in place of values from the environment."""
-    inside = {p[len(path) :]: raw for p, raw in raw_env.items() if p[: len(path)] == path}
-    if () in inside:
-        text = repr(inside[()])
-    else:
-        text = repr(_hide(value, inside))
+    text = repr(restored(value, raw_env, path))
     return f"{text[:77]}…" if len(text) > 80 else text
-
-
-def _hide(value: Any, inside: Mapping[KeyPath, str], path: KeyPath = ()) -> Any:
-    if path in inside:
-        return inside[path]
-    if isinstance(value, dict):
-        return {k: _hide(v, inside, (*path, k)) for k, v in value.items()}
-    return [_hide(v, inside, (*path, i)) for i, v in enumerate(value)] if isinstance(value, list) else value

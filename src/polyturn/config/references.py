@@ -9,7 +9,7 @@ disk in place of the value.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -34,7 +34,7 @@ def resolve(model: type[BaseModel], sources: Sources) -> tuple[dict[str, Any], d
         The resolved values, without the model's defaults, and path -> expression for values that depend on the environment.
     """
     raw_env: dict[KeyPath, str] = {}
-    if not _refers(sources.values):
+    if not any(isinstance(value, str) and "${" in value for _, value in leaves(sources.values, ())):
         values: dict[str, Any] = {}
         merge(values, sources.values)  # nothing to resolve: return a copy
         return values, raw_env
@@ -80,33 +80,30 @@ def _recorded(name: str, *default: Any) -> Any:
     return oc.env(name, *default)
 
 
-def _refers(value: Any) -> bool:
-    """Return whether a value contains `${` anywhere."""
-    if isinstance(value, dict | list):
-        return any(map(_refers, value.values() if isinstance(value, dict) else value))
-    return isinstance(value, str) and "${" in value
-
-
 def writable(config: BaseModel, resolved: Mapping[str, Any], raw_env: Mapping[KeyPath, str]) -> dict[str, Any]:
     """Return the whole configuration as plain data, without values from the environment."""
     dump = to_jsonable_python(config, fallback=str)
     secrets = secrets_in(resolved, raw_env)
     longest_first = sorted(map(re.escape, secrets), key=len, reverse=True)
     unsafe = re.compile("|".join([*longest_first, re.escape("${")]))
+    clean: dict[str, Any] = restored(
+        dump, raw_env, change=lambda text: unsafe.sub(lambda match: secrets.get(match[0], r"\${"), text)
+    )
+    return clean
 
-    def clean(value: Any, path: KeyPath) -> Any:
-        if path in raw_env:
-            return raw_env[path]
-        if isinstance(value, dict):
-            return {k: clean(v, (*path, k)) for k, v in value.items()}
-        if isinstance(value, list):
-            return [clean(v, (*path, i)) for i, v in enumerate(value)]
-        if not isinstance(value, str):
-            return value
-        return unsafe.sub(lambda match: secrets.get(match[0], r"\${"), value)
 
-    cleaned: dict[str, Any] = clean(dump, ())
-    return cleaned
+def restored(
+    value: Any, raw_env: Mapping[KeyPath, str], path: KeyPath = (), *, change: Callable[[str], str] = lambda text: text
+) -> Any:
+    """Return the value at `path` with the configured expressions in place of values from the environment; `change` is
+    applied to all other texts."""
+    if path in raw_env:
+        return raw_env[path]
+    if isinstance(value, dict):
+        return {k: restored(v, raw_env, (*path, k), change=change) for k, v in value.items()}
+    if isinstance(value, list):
+        return [restored(v, raw_env, (*path, i), change=change) for i, v in enumerate(value)]
+    return change(value) if isinstance(value, str) else value
 
 
 def secrets_in(resolved: Mapping[str, Any], raw_env: Mapping[KeyPath, str]) -> dict[str, str]:
