@@ -281,9 +281,19 @@ def _too_long(parts: Parts, task: Task, *, name: str) -> int | None:
 
 
 def check_use(context: RolloutContext, summaries: Mapping[str, DatasetSummary]) -> None:
-    """Raise if no task uses the run's interactions, or its tools: the run would silently be single-turn."""
+    """Raise if no task uses the run's interactions, or its tools: the run would silently be single-turn.
+
+    If the scheduler forks conversations, warn of the tools whose state the forks share.
+    """
     check_setup(context.interactions)
-    _tell_of_shared_tools(context)
+    shared = [name for name, one in context.tools.hooks.items() if one.why_not is not None or one.snapshot is not None]
+    if context.scheduler.forks and shared:
+        logger.warning(
+            "the scheduler %s forks conversations, and the forks share the state of %s; set `stateless = True` in a "
+            "tool whose calls change no state",
+            type(context.scheduler).__name__,
+            ", ".join(map(repr, shared)),
+        )
     _refuse_unused(context.interactions, context.tools.tools, summaries)
 
 
@@ -310,19 +320,6 @@ def _refuse_unused(interactions: Collection[str], tools: Collection[str], summar
         raise ConfigError(
             f"rollout.tools has {sorted(tools)} and {which} may call these tools{named}; name them in `tools` or "
             "`tools_kwargs` of the rows (or in extra_info.tools_kwargs), remove these columns, or remove rollout.tools"
-        )
-
-
-def _tell_of_shared_tools(context: RolloutContext) -> None:
-    """If the scheduler forks conversations, warn of the tools whose state the forks share."""
-    hooks = context.tools.hooks
-    shared = [name for name, one in hooks.items() if one.why_not is not None or one.snapshot is not None]
-    if context.scheduler.forks and shared:
-        logger.warning(
-            "the scheduler %s forks conversations, and the forks share the state of %s; set `stateless = True` in a "
-            "tool whose calls change no state",
-            type(context.scheduler).__name__,
-            ", ".join(map(repr, shared)),
         )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -161,14 +160,13 @@ def load_frozen(
 def _dtype(name: str) -> torch.dtype:
     import torch
 
-    if name == "bfloat16" and torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):
+    has_gpu = torch.cuda.is_available()
+    has_bfloat16 = has_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
+    if name == "bfloat16" and has_gpu and not has_bfloat16:
         raise ConfigError(
             f"model.dtype is bfloat16, and {torch.cuda.get_device_name()} does not support bfloat16; set model.dtype=float32"
         )
-    if name == "auto":
-        has_it = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
-        return torch.bfloat16 if has_it else torch.float32
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+    return torch.bfloat16 if name == "bfloat16" or (name == "auto" and has_bfloat16) else torch.float32
 
 
 def _base_model(source: ConfigSource, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
@@ -189,9 +187,7 @@ def _base_model(source: ConfigSource, tokenizer: PreTrainedTokenizerFast) -> Pre
     if isinstance(model.path, LiveObject):
         model_object: PreTrainedModel = model.path.target
         return model_object
-    loads: dict[tuple[bool, bool], Callable[..., PreTrainedModel]]
-    loads = {(True, False): hf.load_plan, (False, True): hf.load_unread}
-    load = loads.get((source.is_plan, source.reads_parts), hf.load_model)
+    load = hf.load_plan if source.is_plan else hf.load_unread if source.reads_parts else hf.load_model
     return load(folder_or_name(model.path, source.base), dtype=dtype, revision=model.revision)
 
 
