@@ -15,8 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from polyturn.core.errors import EngineBusyError, EngineError, EngineLostError, one_line
-from polyturn.infra.answers import LargeAnswerError
-from polyturn.infra.http import BrokenOffError, HttpReply, JsonClient, NotReachedError
+from polyturn.infra.http import BrokenOffError, HttpReply, JsonClient, LargeAnswerError, NotReachedError
 from polyturn.infra.retries import retried
 
 _CONNECT_TRIES = 4

@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Protocol
 
 from polyturn.core.errors import EngineError, one_line
-from polyturn.infra.answers import LargeAnswerError
-from polyturn.infra.http import BrokenOffError, JsonClient
+from polyturn.infra.http import BrokenOffError, JsonClient, LargeAnswerError
 from polyturn.infra.process import ManagedProcess, free_port
 
 logger = logging.getLogger(__name__)

@@ -23,8 +23,7 @@ from typing import Any
 
 from polyturn.core.errors import SchedulerError
 from polyturn.core.secrets import passed_on
-from polyturn.infra.process import ManagedProcess
-from polyturn.infra.readable import is_readable
+from polyturn.infra.process import ManagedProcess, is_readable
 
 _CACHES = ("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_CACHE", "HF_DATASETS_OFFLINE", "XDG_CACHE_HOME")
 END_S = 5.0

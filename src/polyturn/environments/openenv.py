@@ -32,7 +32,7 @@ from polyturn.engines.launcher import LaunchSpec, Server
 from polyturn.environments.base import Adapter
 from polyturn.environments.openenv_codec import OpenEnvCodec, loads
 from polyturn.infra.aio import PerLoop
-from polyturn.infra.answers import whole
+from polyturn.infra.http import whole
 from polyturn.rollout.calls import keeps_deadlines
 
 if TYPE_CHECKING:

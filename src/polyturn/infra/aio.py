@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -203,3 +205,38 @@ async def finish(work: asyncio.Future[T], *, grace_s: float | None = None) -> Fi
     if cancelled is not None and not work.cancelled() and (error := work.exception()) is not None:
         error.__context__ = cancelled
     return Finished(work.result(), cancelled)
+
+
+def in_own_loop(work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    """Run `work()` to its end from synchronous code, in a new event loop, and return its result or raise its error."""
+    outcome: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(asyncio.run(work()))
+        except BaseException as problem:
+            outcome.set_exception(problem)
+
+    threading.Thread(target=run, name="polyturn-own-loop", daemon=True).start()
+    return outcome.result()
+
+
+_STARTING = threading.Lock()
+"""Held while a loop is looked up, so that concurrent first calls get the same one."""
+
+
+def in_background(work: Coroutine[Any, Any, Any], *, thread: str) -> Any:
+    """Run `work` to its end from synchronous code, in the event loop of a named thread, and return its result.
+
+    The first call starts the thread, which never ends: for objects that outlive the call.
+    """
+    with _STARTING:
+        loop = _background_loop(thread)
+    return asyncio.run_coroutine_threadsafe(work, loop).result()
+
+
+@functools.cache
+def _background_loop(thread: str) -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name=thread, daemon=True).start()
+    return loop

@@ -5,22 +5,22 @@
     reply.status, reply.json(), reply.excerpt()
     await client.close()
 
-Answers are read up to a limit, redirects are not followed (their target was never configured), and errors
-show no secret. A client may be used in several event loops, one after another; `send_now` is for synchronous code.
+Answers are read up to a limit on the decompressed bytes, because a broken or hostile service may send any number. Redirects
+are not followed (their target was never configured), and errors show no secret. A client may be used in several event loops,
+one after another; `send_now` is for synchronous code.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import AsyncIterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from polyturn.core.errors import one_line
+from polyturn.core.errors import PolyturnError, one_line
 from polyturn.core.secrets import hide, is_secret_name, secrets_in_query
-from polyturn.infra.answers import LargeAnswerError, whole
-from polyturn.infra.run_sync import in_own_loop
+from polyturn.infra.aio import in_own_loop
 
 if TYPE_CHECKING:
     import aiohttp
@@ -28,6 +28,11 @@ if TYPE_CHECKING:
 KEEP_ALIVE_S = 3.0
 """Seconds to keep an idle connection. Servers close theirs after 5 s; a shorter time avoids using one that is closing."""
 MAX_RETRY_AFTER_S = 60.0
+MAX_ANSWER_BYTES = 64 << 20
+
+
+class LargeAnswerError(PolyturnError, ValueError):
+    """An answer exceeded its limit; close the connection that it was read from."""
 
 
 class BrokenOffError(ConnectionError):
@@ -162,6 +167,20 @@ class JsonClient:
                 aiohttp.ClientSession(connector=connector, headers=self._headers, trust_env=self._uses_proxy),
             )
         return self._session[1]
+
+
+async def whole(chunks: AsyncIterable[bytes], *, limit: int | None = None) -> bytes:
+    """Return all of `chunks`, joined.
+
+    Raises:
+        LargeAnswerError: there are more than `limit` bytes (default: `MAX_ANSWER_BYTES`); reading stops there.
+    """
+    body, limit = bytearray(), MAX_ANSWER_BYTES if limit is None else limit
+    async for chunk in chunks:
+        if len(body) + len(chunk) > limit:
+            raise LargeAnswerError(f"the answer is larger than {limit} bytes")
+        body += chunk
+    return bytes(body)
 
 
 def send_now(method: str, url: str, body: Any = None, *, headers: Mapping[str, str], timeout_s: float) -> HttpReply:

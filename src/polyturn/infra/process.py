@@ -15,8 +15,10 @@ import asyncio
 import contextlib
 import errno
 import functools
+import math
 import os
 import queue
+import select
 import shutil
 import signal
 import socket
@@ -208,6 +210,16 @@ def free_port(host: str = "127.0.0.1") -> int:
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
+
+
+def is_readable(fd: int, *, timeout_s: float) -> bool:
+    """Wait up to `timeout_s` seconds; return whether data or the end of the stream can be read. Negative means no wait.
+
+    `select.select` refuses descriptors above 1023, which a run with hundreds of live sandboxes or servers reaches.
+    """
+    poller = select.poll()
+    poller.register(fd, select.POLLIN)
+    return bool(poller.poll(math.ceil(max(0.0, timeout_s) * 1000)))
 
 
 def session_of(pid: int) -> list[int]:

@@ -21,8 +21,7 @@ from urllib.parse import urlsplit
 
 from polyturn.core.errors import ConfigError, EngineError, one_line
 from polyturn.core.secrets import bearer, hide
-from polyturn.infra.answers import LargeAnswerError
-from polyturn.infra.http import BrokenOffError, HttpReply, JsonClient, send_now
+from polyturn.infra.http import BrokenOffError, HttpReply, JsonClient, LargeAnswerError, send_now
 from polyturn.infra.retries import retried
 
 logger = logging.getLogger(__name__)

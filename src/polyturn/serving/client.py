@@ -19,10 +19,9 @@ from typing import Any
 
 from polyturn.core.errors import ConfigError, EngineError
 from polyturn.core.secrets import bearer
-from polyturn.infra.aio import first_error
+from polyturn.infra.aio import first_error, in_own_loop
 from polyturn.infra.http import BrokenOffError, JsonClient
 from polyturn.infra.retries import retried
-from polyturn.infra.run_sync import in_own_loop
 
 _TRIES, _PAUSE_S = 4, 0.2
 _MAX_ANSWER_BYTES = 1 << 30

@@ -20,8 +20,7 @@ from pydantic import Field
 
 from polyturn.core.errors import ConfigError, LifecycleError
 from polyturn.core.secrets import bearer, token_from
-from polyturn.infra.answers import LargeAnswerError
-from polyturn.infra.http import BrokenOffError, JsonClient
+from polyturn.infra.http import BrokenOffError, JsonClient, LargeAnswerError
 from polyturn.infra.retries import retried
 from polyturn.infra.settings import AtLeastOne, Settings, Text
 from polyturn.tools.failures import ToolFailure

@@ -21,9 +21,9 @@ from pydantic import model_validator
 
 from polyturn.core.errors import ConfigError, did_you_mean
 from polyturn.core.secrets import bearer, is_secret_name, token_from
+from polyturn.infra.aio import in_own_loop
 from polyturn.infra.plugin_files import read_resolved
 from polyturn.infra.retries import retried
-from polyturn.infra.run_sync import in_own_loop
 from polyturn.infra.settings import Settings, Text
 from polyturn.tools.mcp_connection import McpConnection, McpLimits, McpServer, reason
 from polyturn.tools.mcp_stdio import StderrTail, stdio_transport

@@ -37,9 +37,8 @@ from polyturn.core.task import Task
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.engines.http_client import HttpClient
 from polyturn.engines.request_limits import read_logprobs
-from polyturn.infra.aio import first_error
+from polyturn.infra.aio import first_error, in_own_loop
 from polyturn.infra.retries import retried
-from polyturn.infra.run_sync import in_own_loop
 
 TRIES = 6
 """Number of tries to score one sample, over half a minute."""

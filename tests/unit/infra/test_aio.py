@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from polyturn.infra.aio import OneThread, Pace, finish
+from polyturn.infra.aio import OneThread, Pace, finish, in_background
 from support.refusals import refuses_later
 from support.virtual_time import run_virtual
 
@@ -118,3 +119,13 @@ def test_calls_are_let_through_evenly() -> None:
         return at
 
     assert run_virtual(times()) == [0.0, 0.25, 0.5, 0.75]
+
+
+async def running_loop() -> asyncio.AbstractEventLoop:
+    return asyncio.get_running_loop()
+
+
+def test_background_work_of_one_thread_shares_its_loop() -> None:
+    with ThreadPoolExecutor(8) as callers:
+        loops = list(callers.map(lambda number: in_background(running_loop(), thread=f"t{number % 2}"), range(64)))
+    assert [len(set(loops[::2])), len(set(loops[1::2])), len(set(loops))] == [1, 1, 2]

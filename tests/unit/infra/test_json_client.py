@@ -8,8 +8,7 @@ import pytest
 from aiohttp import web
 
 from polyturn.core.secrets import bearer
-from polyturn.infra.answers import LargeAnswerError
-from polyturn.infra.http import BrokenOffError, JsonClient, NotReachedError
+from polyturn.infra.http import BrokenOffError, JsonClient, LargeAnswerError, NotReachedError
 from polyturn.infra.process import free_port
 from polyturn.infra.retries import retried
 from support.services import serving

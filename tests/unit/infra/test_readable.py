@@ -8,7 +8,7 @@ import resource
 
 import pytest
 
-from polyturn.infra.readable import is_readable
+from polyturn.infra.process import is_readable
 
 
 def test_pipe_is_readable_with_data_or_at_its_end() -> None:

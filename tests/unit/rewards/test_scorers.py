@@ -270,7 +270,7 @@ def test_program_that_breaks_a_sandbox_is_wrong(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(code.time, "sleep", lambda seconds: None)
-    monkeypatch.setattr("polyturn.infra.answers.MAX_ANSWER_BYTES", 1000)
+    monkeypatch.setattr("polyturn.infra.http.MAX_ANSWER_BYTES", 1000)
     service[1].refuses, service[1].reply_of_refused = "hostile", answer
     sandbox = code.Sandbox(url=service[0])
     assert code.compute_score("```python\n# hostile\nprint(2)\n```", ONE_TEST, sandbox=sandbox) == 0.0

@@ -84,7 +84,7 @@ async def test_every_query_is_answered_with_titled_passages() -> None:
 async def test_search_failures_are_told_apart(
     reply: Any, status: str, cause: str | None, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("polyturn.infra.answers.MAX_ANSWER_BYTES", 1000)
+    monkeypatch.setattr("polyturn.infra.http.MAX_ANSWER_BYTES", 1000)
     async with serve(lambda asked, number: reply) as server:
         said, metrics = await search(search_tool(server.url, max_retries=2))
     assert said.startswith(text)

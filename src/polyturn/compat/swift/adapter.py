@@ -30,8 +30,8 @@ from polyturn.core.errors import ConfigError, DataError, PolyturnError, Schedule
 from polyturn.core.generation import FinishReason
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.task import Task
+from polyturn.infra.aio import in_own_loop
 from polyturn.infra.plugin_shape import has_parameter, num_positional, takes_any_keyword
-from polyturn.infra.run_sync import in_own_loop
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.serving.rollout_protocol import MEDIA, RequestConfig, RolloutInferRequest, RolloutOutput
 

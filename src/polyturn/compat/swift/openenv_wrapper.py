@@ -14,7 +14,7 @@ from collections.abc import Coroutine, Mapping
 from typing import Any
 
 from polyturn.environments.openenv import OpenEnv, OpenEnvSession
-from polyturn.infra.run_sync import in_background
+from polyturn.infra.aio import in_background
 
 _DEFAULT_URL = "http://localhost:8000"
 

@@ -34,9 +34,9 @@ from polyturn.compat.verl.tokenizer import hf_tokenizer
 from polyturn.compat.verl_config.convert_reward import MANAGER_S, NUM_PROCESSES
 from polyturn.core.errors import ConfigError
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
+from polyturn.infra.aio import in_background
 from polyturn.infra.plugin_shape import lacks
 from polyturn.infra.plugins import import_attr
-from polyturn.infra.run_sync import in_background
 from polyturn.rewards.processes import Processes
 
 

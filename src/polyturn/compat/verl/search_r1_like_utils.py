@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from polyturn.infra.run_sync import in_own_loop
+from polyturn.infra.aio import in_own_loop
 from polyturn.tools.http_service import HttpService
 from polyturn.tools.search import NO_RESULTS, passages_text, result_lists
 

@@ -28,7 +28,7 @@ from importlib import resources
 from typing import Any
 
 from polyturn.core.errors import PolyturnError
-from polyturn.infra.readable import is_readable
+from polyturn.infra.process import is_readable
 from polyturn.sandbox.python.cgroup import ControlGroup, make_group
 from polyturn.sandbox.python.isolation import ENVIRONMENT, Isolation, bwrap
 from polyturn.sandbox.python.limits import RunResult, SandboxLimits
