@@ -14,10 +14,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import functools
 import math
 import os
-import queue
 import select
 import shutil
 import signal
@@ -25,12 +23,12 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import IO, Any, Literal
+
+from polyturn.infra.aio import in_background
 
 POLL_S = 0.05
 _KILLED_S = 5.0
@@ -206,7 +204,7 @@ def dies_with_parent(
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a free port of the address `host` of this machine."""
+    """Return a free port of the address `host` of this machine; "" is every address."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
@@ -256,24 +254,9 @@ def _processes() -> list[tuple[int, int, str]]:
 
 
 def _in_lasting_thread(start: Callable[[], Any]) -> Any:
-    """Call `start` in the one thread that starts processes, and return its result."""
-    done: Future[Any] = Future()
-    _starter(os.getpid()).put((done, start))
-    return done.result()
+    """Call `start` in the one thread that starts processes, and return its result; a forked process gets its own thread."""
 
+    async def call() -> Any:
+        return start()
 
-@functools.cache
-def _starter(pid: int) -> queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]]:
-    """Return the queue of the thread that starts processes; `pid` gives a forked process its own thread."""
-    waiting: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
-
-    def work() -> None:
-        while True:
-            done, start = waiting.get()
-            try:
-                done.set_result(start())
-            except BaseException as problem:
-                done.set_exception(problem)
-
-    threading.Thread(target=work, name="polyturn-starter", daemon=True).start()
-    return waiting
+    return in_background(call(), thread=f"polyturn-starter-{os.getpid()}")
