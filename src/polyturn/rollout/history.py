@@ -14,6 +14,7 @@ Each change is an event (`rollout/events.py`), which a journal stores and replay
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -382,12 +383,9 @@ class History:
 
     def _copy(self) -> History:
         """Return a copy at this position, with the same builder but without a journal and with `num_cut` at 0."""
-        other = History(self.encoder, self._parser, (), renders_history=self._renders_history)
+        other = copy.copy(self)
         other._messages, other._openai, other.turns = list(self._messages), list(self._openai), list(self.turns)
-        other.builder, other.next, other.is_canonical = self.builder, self.next, self.is_canonical
-        other.prompt, other.prompt_tokens, other.num_prompt = self.prompt, self.prompt_tokens, self.num_prompt
-        other.num_user_turns, other._has_user_reply = self.num_user_turns, self._has_user_reply
-        other._last_id, other._rejoins, other._response_tokens = self._last_id, self._rejoins, self._response_tokens
+        other.events, other.num_cut = None, 0
         return other
 
     # The primitive changes. Each records an event, which a journal replays with the same arguments.
