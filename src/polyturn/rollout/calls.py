@@ -81,26 +81,17 @@ class AuthorCalls:
                 return await answer if inspect.isawaitable(answer) else answer
             with Stretch.paused():
                 if inspect.iscoroutinefunction(method):
-                    return await self._in_task(name, method, *args)
-                is_bounded = has_deadline and not is_driver
+                    return await self._within(name, functools.partial(method, *args), stretch=Stretch())
+
+                def plain() -> tuple[Any]:
+                    return (method(*args),)  # in a tuple, so that `bounded` does not await a returned awaitable
+
                 async with self._turn_taking() if is_shared else contextlib.nullcontext():
-                    answer = await self._in_thread(name, method, *args, has_deadline=is_bounded)
-                if not inspect.isawaitable(answer):
-                    return answer
-                return await self._in_task(name, _returning(answer)) if has_deadline else await answer
-
-    async def _in_task(self, name: str, method: Callable[..., Any], *args: Any) -> Any:
-        """Call an async method; the deadline covers each stretch of work between two awaits of its episode."""
-        return await self._within(name, functools.partial(method, *args), stretch=Stretch())
-
-    async def _in_thread(self, name: str, method: Callable[..., Any], *args: Any, has_deadline: bool) -> Any:
-        """Call a plain method; its deadline starts with the call and does not cover an awaitable that the call returns."""
-
-        def work() -> tuple[Any]:
-            return (method(*args),)  # in a tuple, so that `bounded` does not await a returned awaitable
-
-        (answer,) = await (self._within(name, work) if has_deadline else self.bounded.call(work))
-        return answer
+                    is_bounded = has_deadline and not is_driver
+                    (answer,) = await (self._within(name, plain) if is_bounded else self.bounded.call(plain))
+                if inspect.isawaitable(answer) and has_deadline:
+                    return await self._within(name, functools.partial(_result, answer), stretch=Stretch())
+                return await answer if inspect.isawaitable(answer) else answer
 
     async def _within(self, name: str, work: Callable[[], Any], *, stretch: Stretch | None = None) -> Any:
         self.bounded.check_abandoned(name)
@@ -154,8 +145,5 @@ def has_own_deadlines(method: Callable[..., Any]) -> bool:
     return getattr(method, _MARK, False)
 
 
-def _returning(answer: Awaitable[Any]) -> Callable[[], Any]:
-    async def wait() -> Any:
-        return await answer
-
-    return wait
+async def _result(answer: Awaitable[Any]) -> Any:
+    return await answer
