@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,7 @@ from polyturn.core.task import Task
 from polyturn.core.trajectory import ToolResult, Trajectory
 from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.episode import Episode
-from polyturn.rollout.events import Event, TurnSampled, read_events, replay, write_events
+from polyturn.rollout.events import TurnSampled, read_events, replay, write_events
 from polyturn.rollout.journal_protocol import Journal, JournaledEpisode
 from polyturn.rollout.open_turn import OpenTurn
 
@@ -251,7 +251,9 @@ class EpisodeJournal:
                 "plugins": None if plugins == self._plugins else plugins,
             }
             self._num_kept, self._plugins = len(history.turns), plugins
-            await self._write(events, turns, state)
+            sampled = (event.completion for event in events if isinstance(event, TurnSampled))
+            versions = (version for completion in sampled for _, version in completion.policy_versions)
+            await self._write(versions, lambda: {"events": write_events(events), "turns": to_json(turns), "state": state})
         except NoSnapshotError as problem:
             await self._give_up(str(problem))
         except PolyturnError as problem:
@@ -263,18 +265,10 @@ class EpisodeJournal:
         """Record the trajectory of the episode, which is over and scored."""
         if not self._is_begun or self._is_broken or self._journal.why_not is not None or trajectory.is_failed:
             return
-
-        number = self._next_line()
         versions = (span.policy_version for segment in trajectory.segments for span in segment.spans)
-
-        def line() -> Mapping[str, Any]:
-            line = {"line": number, "versions": _distinct(versions), "trajectory": _write_trajectory(trajectory)}
-            return self._texts.pack(line)
-
         try:
-            await self._journal.write(self._id, line)
+            await self._write(versions, lambda: {"trajectory": _write_trajectory(trajectory)})
         except SnapshotError as problem:
-            self._is_broken = True
             self._journal.count("failed", reason=one_line(problem))
 
     async def _begin(self, episode: Episode) -> None:
@@ -283,23 +277,20 @@ class EpisodeJournal:
         line = {"begun": self._digest, "why_not": self._why_not}
         await self._journal.write(self._id, lambda: line)
 
-    async def _write(self, events: list[Event], turns: Mapping[str, _Answer], state: Mapping[str, Any]) -> None:
-        number = self._next_line()
-        versions = (v for event in events if isinstance(event, TurnSampled) for _, v in event.completion.policy_versions)
+    async def _write(self, versions: Iterable[int | None], content: Callable[[], Mapping[str, Any]]) -> None:
+        """Append a line with the policy versions of its tokens; `content` is called in the journal's thread."""
+        self._num_lines += 1
+        number = self._num_lines
 
         def line() -> Mapping[str, Any]:
-            kept = {"events": write_events(events), "turns": to_json(turns), "state": state}
-            return self._texts.pack({"line": number, "versions": _distinct(versions), **kept})
+            distinct = sorted({version for version in versions if version is not None})
+            return self._texts.pack({"line": number, "versions": distinct, **content()})
 
         try:
             await self._journal.write(self._id, line)
         except BaseException:
             self._is_broken = True
             raise
-
-    def _next_line(self) -> int:
-        self._num_lines += 1
-        return self._num_lines
 
     def _changed(self, turns: list[OpenTurn]) -> dict[str, _Answer]:
         """Return the answers and scores of the turns that changed since the previous line."""
@@ -363,10 +354,6 @@ def _with_keys(value: Any) -> Any:
 def _read_keys(value: dict[str, Any]) -> dict[Any, Any]:
     """Undo `_with_keys`."""
     return dict(value[_ITEMS]) if _ITEMS in value else value
-
-
-def _distinct(versions: Iterable[int | None]) -> list[int]:
-    return sorted({version for version in versions if version is not None})
 
 
 def _write_trajectory(trajectory: Trajectory) -> dict[str, Any]:
