@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
 
+import orjson
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -33,7 +34,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Lifespan, Receive, Scope, Send
 
 from polyturn.core.errors import ConfigError
-from polyturn.serving.body import BoundedBody, Refusal, check_body_headers, dumps
+from polyturn.serving.body import BoundedBody, Refusal, check_body_headers
 from polyturn.serving.rate_limit import ClientRateLimit, ClientRates
 
 logger = logging.getLogger(__name__)
@@ -223,7 +224,7 @@ class Guard:
         return Refusal(303, "", {"Location": location, "Set-Cookie": cookie, "Cache-Control": "no-store"})
 
     async def _refuse(self, send: Send, path: str, refusal: Refusal) -> None:
-        body = dumps(self._format_refusal(path, refusal)) if refusal.message else b""
+        body = orjson.dumps(self._format_refusal(path, refusal)) if refusal.message else b""
         headers = {
             "Content-Type": "application/json",
             "Content-Length": str(len(body)),

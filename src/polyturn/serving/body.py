@@ -117,11 +117,11 @@ class BoundedBody:
         return {"type": "http.disconnect"}
 
 
-def loads(body: bytes, *, max_values: int = MAX_VALUES) -> Any:
-    """Parse a body with at most `max_values` lists and objects.
+def loads(body: bytes, *, max_values: int = MAX_VALUES) -> dict[str, Any]:
+    """Parse a body that must be a JSON object with at most `max_values` lists and objects.
 
     Raises:
-        BodyError: the body is not JSON, nested too deeply, or has too many parts.
+        BodyError: the body is not JSON, nested too deeply, has too many parts, or is not an object.
     """
     try:
         value = orjson.loads(body)
@@ -129,30 +129,16 @@ def loads(body: bytes, *, max_values: int = MAX_VALUES) -> Any:
         raise BodyError(f"the body is not JSON: {one_line(problem):.300}") from problem
     if why := excess(value, max_count=max_values):
         raise BodyError(f"the body exceeds a limit on JSON: {why}")
-    return value
-
-
-def loads_object(body: bytes, *, max_values: int = MAX_VALUES) -> dict[str, Any]:
-    """Parse a body that must be a JSON object.
-
-    Raises:
-        BodyError: the body is not JSON, or not an object.
-    """
-    value = loads(body, max_values=max_values)
     if not isinstance(value, dict):
         raise BodyError(f"the body is {type(value).__name__}, not a JSON object")
     return value
 
 
 async def read_object(body: bytes, *, max_values: int = MAX_VALUES) -> dict[str, Any]:
-    """Parse a body that must be a JSON object. A long body is parsed in a thread, so other requests do not wait.
-
-    Raises:
-        BodyError: the body is not JSON, or not an object.
-    """
+    """Parse a body like `loads`; a long body in a thread, so that other requests do not wait."""
     if len(body) <= LONG_BODY:
-        return loads_object(body, max_values=max_values)
-    return await asyncio.to_thread(loads_object, body, max_values=max_values)
+        return loads(body, max_values=max_values)
+    return await asyncio.to_thread(loads, body, max_values=max_values)
 
 
 async def json_object(request: Request) -> dict[str, Any]:
@@ -207,7 +193,3 @@ async def while_wanted(request: Request, work: Coroutine[Any, Any, T]) -> T:
         raise
     finally:
         watcher.cancel()
-
-
-def dumps(value: Any) -> bytes:
-    return orjson.dumps(value)

@@ -146,8 +146,8 @@ def test_body_beyond_json_is_refused(content: bytes):
 
 
 def test_body_is_an_object():
-    assert body.loads_object(b'{"deep": [[[[]]]]}') == {"deep": [[[[]]]]}
-    refuses(lambda: body.loads_object(b"[]"), body.BodyError, "list, not a JSON object")
+    assert body.loads(b'{"deep": [[[[]]]]}') == {"deep": [[[[]]]]}
+    refuses(lambda: body.loads(b"[]"), body.BodyError, "list, not a JSON object")
 
 
 async def test_long_body_is_read_in_a_thread(monkeypatch):

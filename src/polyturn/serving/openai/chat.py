@@ -13,7 +13,8 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from polyturn.serving.body import dumps
+import orjson
+
 from polyturn.serving.openai.chat_request import (
     BadRequest,
     ChatRequest,
@@ -128,7 +129,7 @@ def events(body: Mapping[str, Any], responses: Sequence[ChatResponse], *, model:
     head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": "chat.completion.chunk", "created": int(time.time())}
 
     def event(choices: list[dict[str, Any]], **rest: Any) -> bytes:
-        return b"data: " + dumps({**head, "model": model, "choices": choices, **rest}) + b"\n\n"
+        return b"data: " + orjson.dumps({**head, "model": model, "choices": choices, **rest}) + b"\n\n"
 
     for index, one in enumerate(responses):
 

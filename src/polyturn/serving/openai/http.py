@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import orjson
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
@@ -19,7 +20,7 @@ from polyturn.core.errors import PolyturnError, one_line
 from polyturn.core.reward import MAX_REWARD, as_score
 from polyturn.serving import body
 from polyturn.serving.auth import request_tokens
-from polyturn.serving.body import BodyError, dumps
+from polyturn.serving.body import BodyError
 from polyturn.serving.openai.chat_request import BadRequest
 
 logger = logging.getLogger(__name__)
@@ -116,7 +117,7 @@ def check_key(request: Request, keys: Sequence[bytes], *, wants: str) -> None:
 
 
 def json_answer(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    return Response(dumps(value), status_code=status, media_type="application/json", headers=headers)
+    return Response(orjson.dumps(value), status_code=status, media_type="application/json", headers=headers)
 
 
 def stream_answer(events: Iterator[bytes]) -> Response:

@@ -14,7 +14,8 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from polyturn.serving.body import dumps
+import orjson
+
 from polyturn.serving.openai.chat import may_call, pieces
 from polyturn.serving.openai.chat_request import (
     BadRequest,
@@ -185,7 +186,7 @@ def events(answer: Mapping[str, Any]) -> Iterator[bytes]:
     """Yield a whole answer as server-sent events."""
 
     def event(kind: str, **rest: Any) -> bytes:
-        return b"event: " + kind.encode() + b"\ndata: " + dumps({"type": kind, **rest}) + b"\n\n"
+        return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps({"type": kind, **rest}) + b"\n\n"
 
     usage = answer["usage"]
     started = {**answer, "content": [], "stop_reason": None, "stop_sequence": None}

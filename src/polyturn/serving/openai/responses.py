@@ -15,7 +15,8 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from polyturn.serving.body import dumps
+import orjson
+
 from polyturn.serving.openai.chat import may_call, pieces, token_logprobs, usage
 from polyturn.serving.openai.chat_request import (
     BadRequest,
@@ -148,7 +149,7 @@ def messages_of(items: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _output(output: Any) -> Any:
-    return output if isinstance(output, str | list) else dumps(output).decode()
+    return output if isinstance(output, str | list) else orjson.dumps(output).decode()
 
 
 def reply(
@@ -209,7 +210,7 @@ def events(answer: Mapping[str, Any]) -> Iterator[bytes]:
 
     def event(kind: str, **rest: Any) -> bytes:
         nonlocal count
-        data = dumps({"type": kind, "sequence_number": count, **rest})
+        data = orjson.dumps({"type": kind, "sequence_number": count, **rest})
         count += 1
         return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
 
