@@ -74,7 +74,7 @@ class RolloutService:
             max_concurrent: Largest number of live episodes over all requests.
             deadline_s: Seconds after which an unfinished episode gets a reply with an error.
         """
-        context.rewarder = RewardRouter({}, function=RewardRef(target=_unscored))
+        context.rewarder = unscored()
         self.context = context
         self.version = 0
         self.is_stopping = False
@@ -211,8 +211,9 @@ class _RequestSampling:
     seed: int
 
 
-def _unscored(trajectory: Trajectory) -> float:
-    return 0.0
+def unscored() -> RewardRouter:
+    """Return a router that gives every trajectory a reward of 0, for a server whose client computes the rewards."""
+    return RewardRouter({}, function=RewardRef(target=lambda trajectory: 0.0))
 
 
 def _outputs(trajectory: Trajectory, name: str, stops: Sequence[str]) -> list[dict[str, Any]]:

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import itertools
 import logging
 import secrets
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
@@ -32,17 +33,17 @@ from polyturn.core.errors import PolyturnError, did_you_mean, one_line
 from polyturn.core.serde import to_json
 from polyturn.core.task import Task
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
-from polyturn.rewards.router import RewardRef, RewardRouter
 from polyturn.rollout.calls import keeps_deadlines
 from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.run_episode import run_episode
 from polyturn.serving.openai import chat
 from polyturn.serving.openai.chat_request import BadRequest, ChatRequest, ChatResponse
-from polyturn.serving.openai.endpoint import Address, EndpointOptions, ModelEndpoint
+from polyturn.serving.openai.endpoint import EndpointOptions, ModelEndpoint
 from polyturn.serving.openai.http import Handler, guarded, json_answer, read_object, read_reward
 from polyturn.serving.openai.scheduler import SessionScheduler
 from polyturn.serving.openai.session import AgentSession, SessionRules
 from polyturn.serving.openai.turns import typed_messages, unrenderable
+from polyturn.serving.rollout_service import unscored
 
 if TYPE_CHECKING:
     from polyturn.rollout.episode import Episode
@@ -57,12 +58,10 @@ MAX_KEPT = 256
 class _CreatedEpisode:
     """An episode that a client created."""
 
-    name: str
-    address: Address | None = None
-    session: AgentSession | None = None
-    opened: asyncio.Future[AgentSession] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    ending: asyncio.Event = field(default_factory=asyncio.Event)
-    task: asyncio.Task[Trajectory] | None = None
+    session: AgentSession
+    task: asyncio.Task[Trajectory]
+    ending: asyncio.Event
+    """Set to let the episode end."""
 
 
 @keeps_deadlines
@@ -106,7 +105,7 @@ class OpenAIService:
         self._visits: dict[str, Callable[[AgentSession], Awaitable[None]]] = {}
         context.scheduler = HostedEpisodes(self._visits, rules=SessionRules(samples_as_asked=True))
         if not has_rewards:
-            context.rewarder = RewardRouter({}, function=RewardRef(target=_unscored))
+            context.rewarder = unscored()
         self.context = context
         self.is_stopping = False
         self.endpoint = ModelEndpoint(options, plain=self)
@@ -133,7 +132,7 @@ class OpenAIService:
     async def stop(self, grace_s: float) -> None:
         """Refuse new episodes, give live ones `grace_s` seconds, and end the rest."""
         self.is_stopping = True
-        running = [live.task for live in self._live.values() if live.task is not None]
+        running = [live.task for live in self._live.values()]
         if running:
             logger.info("stopping: %d episodes have %g seconds to finish", len(running), grace_s)
             await asyncio.wait(running, timeout=grace_s)
@@ -210,47 +209,44 @@ class OpenAIService:
         metadata, seed = body.get("metadata") or {}, body.get("seed")
         if not isinstance(metadata, dict) or isinstance(seed, bool) or not isinstance(seed, int | None):
             raise BadRequest("an episode takes `metadata` (an object) and `seed` (a whole number); both are optional")
-        live = _CreatedEpisode(name="")
+        opened: asyncio.Future[AgentSession] = asyncio.get_running_loop().create_future()
+        ending = asyncio.Event()
         id = f"served/{next(self._numbers)}"
 
         async def visit(session: AgentSession) -> None:
-            live.opened.set_result(session)
-            await live.ending.wait()
+            opened.set_result(session)
+            await ending.wait()
 
         self._visits[id] = visit
         task = Task(id=str(metadata.get("task", id)), prompt=(), extra=metadata)
-        live.task = asyncio.create_task(
+        running = asyncio.create_task(
             run_episode(self.context, task, id=id, seed=secrets.randbits(48) if seed is None else seed), name=id
         )
-        await asyncio.wait([live.task, live.opened], return_when=asyncio.FIRST_COMPLETED)  # type: ignore[type-var]
-        if not live.opened.done():
+        await asyncio.wait([running, opened], return_when=asyncio.FIRST_COMPLETED)  # type: ignore[type-var]
+        if not opened.done():
             del self._visits[id]
-            raise BadRequest(f"the episode did not start: {live.task.result().error}", status=500, code="server_error")
-        live.session = live.opened.result()
-        live.name, live.address = self.endpoint.admit(live.session, origin=self._origin, posts_reward=True)
-        assert live.address.reward_key is not None
-        self._live[live.name] = live
-        self._keys[live.name] = live.address.reward_key
-        live.task.add_done_callback(lambda done: self._end(live, id, done))
-        addresses = {"base_url": live.address.base_url, "anthropic_base_url": live.address.anthropic_base_url}
-        return json_answer(
-            {"id": live.name, **addresses, "api_key": live.address.api_key, "reward_key": live.address.reward_key}
-        )
+            raise BadRequest(f"the episode did not start: {running.result().error}", status=500, code="server_error")
+        name, address = self.endpoint.admit(opened.result(), origin=self._origin, posts_reward=True)
+        assert address.reward_key is not None
+        self._live[name] = _CreatedEpisode(opened.result(), running, ending)
+        self._keys[name] = address.reward_key
+        running.add_done_callback(functools.partial(self._end, name, id))
+        return json_answer({"id": name, **dataclasses.asdict(address)})
 
-    def _end(self, live: _CreatedEpisode, id: str, done: asyncio.Task[Trajectory]) -> None:
+    def _end(self, name: str, id: str, done: asyncio.Task[Trajectory]) -> None:
         self._visits.pop(id, None)
-        self._live.pop(live.name, None)
+        self._live.pop(name, None)
         problem = None if done.cancelled() else done.exception()
         is_failed = done.cancelled() or problem is not None
-        self._ended[live.name] = None if is_failed else done.result()
+        self._ended[name] = None if is_failed else done.result()
         if len(self._ended) > MAX_KEPT:
             self._keys.pop(self._ended.popitem(last=False)[0], None)
         if is_failed:
-            self.endpoint.dismiss(live.name, "it failed" if problem is None else one_line(problem))
+            self.endpoint.dismiss(name, "it failed" if problem is None else one_line(problem))
             logger.error("the episode %s failed: %s", id, problem)
             return
         trajectory = done.result()
-        self.endpoint.dismiss(live.name, trajectory.error or f"its stop reason was {trajectory.stop_reason.value}")
+        self.endpoint.dismiss(name, trajectory.error or f"its stop reason was {trajectory.stop_reason.value}")
         if self._record is not None:
             self._record(TrajectoryGroup(id=id, task=trajectory.task, trajectories=(trajectory,)))
 
@@ -260,14 +256,12 @@ class OpenAIService:
             trajectory = self._ended[request.path_params["name"]]
             assert trajectory is not None
             return json_answer({"status": "ended", "stop_reason": trajectory.stop_reason.value, "error": trajectory.error})
-        assert live.session is not None
         return json_answer({"status": "live", "num_calls": live.session.num_calls})
 
     async def _finish(self, request: Request) -> Response:
         live = self._of(request)
         body = await read_object(request, may_be_empty=True)
         if live is not None:
-            assert live.session is not None and live.task is not None
             if body:
                 live.session.give_reward(*read_reward(body))
             live.ending.set()
@@ -298,7 +292,7 @@ class OpenAIService:
         while True:
             await asyncio.sleep(min(self._idle_s / 4, 10.0))
             for live in list(self._live.values()):
-                if live.session is not None and live.session.idle_s > self._idle_s:
+                if live.session.idle_s > self._idle_s:
                     logger.info("the episode %s was not used for %g seconds and is ended", live.session.id, self._idle_s)
                     live.ending.set()
 
@@ -314,7 +308,3 @@ def _with_fresh_ids(response: ChatResponse) -> ChatResponse:
 def _log_failure(done: asyncio.Task[Trajectory]) -> None:
     if not done.cancelled() and (problem := done.exception()) is not None:
         logger.error("the episode of a request failed: %s", one_line(problem))
-
-
-def _unscored(trajectory: Trajectory) -> float:
-    return 0.0
