@@ -13,22 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.infra.plugins import NAMESPACES, load_each
-
-
-class AdaptScheduler(Protocol):
-    """Adapts a scheduler class that was written for the library."""
-
-    def __call__(self, target: Any, *, where: str) -> Callable[..., Any] | None:
-        """Return a factory of adapted schedulers; None if the class was not written for the library.
-
-        Raises:
-            ConfigError: the class cannot work here.
-        """
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +32,9 @@ class StandIn:
     """Name of a program to replace -> the module, and any arguments, for `python -m`."""
     takes_overrides: bool = False
     """Whether its training programs read `--dry-run` and `--set` of `polyturn run-as`."""
-    adapt_scheduler: AdaptScheduler | None = None
+    adapt_scheduler: Callable[..., Callable[..., Any] | None] | None = None
+    """Return a factory of adapted schedulers from a scheduler class written for the library, None from any other class; the
+    keyword `where` names its source for a ConfigError."""
     schedulers: Callable[[], Mapping[str, Any]] = dict
     """Return name -> scheduler class: the library's own, and those of plug-ins."""
     adapt_estimator: Callable[[Any], Any] | None = None
