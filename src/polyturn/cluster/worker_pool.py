@@ -13,13 +13,13 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any
 
 import cloudpickle
 
-from polyturn.cluster.journal import JournalEntry, ResumeState, carry
+from polyturn.cluster.journal import ResumeState, carry
 from polyturn.core.errors import RankLostError
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.engines.following import PoolView
@@ -47,29 +47,11 @@ class RemoteWorker(ABC):
 
     @abstractmethod
     async def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method in the worker and return its result; if the caller is cancelled, so is the call."""
+        """Call a method of the `RolloutWorker` and return its result; if the caller is cancelled, so is the call."""
 
     @abstractmethod
     async def end(self) -> None:
         """End the worker."""
-
-    async def run(
-        self, spec: GroupSpec, resume_state: ResumeState | None, view: PoolView | None
-    ) -> tuple[TrajectoryGroup, PoolUse | None]:
-        """Call `RolloutWorker.run`."""
-        answer: tuple[TrajectoryGroup, PoolUse | None] = await self.call("run", spec, resume_state, view)
-        return answer
-
-    async def abort(self, group: str) -> list[int]:
-        """Abort the completions of a group, and return the lengths of its episodes in tokens."""
-        lengths: list[int] = await self.call("abort", group)
-        return lengths
-
-    async def posts(self, received: int) -> list[JournalEntry]:
-        """Wait for journal entries of the worker's episodes after number `received`, and return them; see
-        `WorkerJournal.posts`."""
-        entries: list[JournalEntry] = await self.call("posts", received)
-        return entries
 
 
 def travelling(objects: Any) -> bytes:
@@ -134,7 +116,9 @@ class WorkerPool(RolloutPool):
                 live.abort_elsewhere = partial(_abort, worker, spec.id)
             try:
                 view = None if self._engines is None else PoolView.of(self._engines)
-                group, use = await worker.run(spec, resume_state, view)
+                group: TrajectoryGroup
+                use: PoolUse | None
+                group, use = await worker.call("run", spec, resume_state, view)
                 if self._engines is not None and use is not None:
                     self._engines.uses[name] = use
                 return group
@@ -216,22 +200,20 @@ class WorkerPool(RolloutPool):
 
 
 async def _follow(worker: RemoteWorker, view: PoolView) -> None:
-    try:
+    with suppress(WorkerLostError):  # `_run` handles the loss
         await worker.call("follow", view)
-    except WorkerLostError:  # `_run` handles the loss
-        return
 
 
 async def _abort(worker: RemoteWorker, group: str) -> list[int]:
-    try:
-        return await worker.abort(group)
-    except WorkerLostError:  # its episodes are lost too
-        return []
+    lengths: list[int] = []
+    with suppress(WorkerLostError):  # its episodes are lost too
+        lengths = await worker.call("abort", group)
+    return lengths
 
 
 async def _carry_until_dead(journal: JournalFile, worker: RemoteWorker) -> None:
     try:
-        await carry(journal, worker.posts)
+        await carry(journal, partial(worker.call, "posts"))
     except WorkerLostError:
         return
     except Exception:  # its episodes wait until their entries are taken, so they would wait forever

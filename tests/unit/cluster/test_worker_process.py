@@ -40,7 +40,7 @@ class Pool:
 async def main():
     engine = SimpleNamespace(generate=None, abort=None, end_session=None, capabilities=None)
     worker = ProcessWorker("one", travelling(lambda journal, engine: Pool()), engine)
-    await worker.run(SimpleNamespace(id="group"), None, None)
+    await worker.call("run", SimpleNamespace(id="group"), None, None)
 
 asyncio.run(main())
 """
