@@ -90,6 +90,7 @@ class RankProcesses:
             self.close()
             raise
         finally:
+            path.close()
             packed.close()
 
     @property
@@ -109,9 +110,8 @@ class RankProcesses:
                 values_of(self._answers())
                 self._is_built = True
             self._check()
-            packed = {
-                id(share): Packed.of((command, share)) for share in shares
-            }  # packs a share for several ranks only once
+            distinct = {id(share): share for share in shares}  # ranks of a row have the same share, which is packed once
+            packed = {key: Packed.of((command, share)) for key, share in distinct.items()}
             try:
                 self._send([packed[id(share)] for share in shares])
             finally:

@@ -58,6 +58,14 @@ def test_each_rank_gets_its_share(ranks: RankProcesses, caplog: pytest.LogCaptur
     assert {"ran double", "rank 1: ran double"} <= set(caplog.messages), "warnings of ranks are seen where people look"
 
 
+def test_share_of_two_ranks_leaves_no_descriptor(ranks: RankProcesses) -> None:
+    share = (np.arange(2_000),)
+    ranks.call("double", [share, share])
+    before = len(os.listdir("/proc/self/fd"))
+    ranks.call("double", [share, share])
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_error_of_a_rank_is_raised_and_the_group_goes_on(ranks: RankProcesses) -> None:
     with pytest.raises(ConfigError, match="it cannot"):
         ranks.call("refuse", [(), ()])
