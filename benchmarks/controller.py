@@ -2,10 +2,10 @@
 
     python benchmarks/controller.py [--steps 8] [--hidden 256] [--layers 8]
 
-It runs `examples/quickstart` with a larger model of random weights and `train.distributed.ranks=2`. `message_bytes` and
-`memory_bytes` are the bytes per trajectory of the commands to the ranks, in the socket and in shared memory. `idle_share` is
-the share of a step in which an update was running but the ranks had no command (target 5 %), because samples, advantages
-and coefficients were being prepared. `controller_cpu_s` and `ranks_cpu_s` are CPU seconds per step; the latter of one rank.
+It runs `examples/quickstart` with a larger model of random weights and `train.distributed.ranks=2`. `memory_bytes`
+are the bytes per trajectory of the commands to the ranks, in shared memory. `idle_share` is the share of a step in which an
+update was running but the ranks had no command (target 5 %), because samples, advantages and coefficients were being
+prepared. `controller_cpu_s` and `ranks_cpu_s` are CPU seconds per step; the latter of one rank.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SETTINGS = (
 class Counted(rank_processes.RankProcesses):
     """Counts the bytes sent to the ranks, and how long they had a command."""
 
-    messages = memory = 0
+    memory = 0
     busy_s = 0.0
     of: Counted
 
@@ -55,8 +55,7 @@ class Counted(rank_processes.RankProcesses):
             self.busy_s += time.perf_counter() - began
 
     def _send(self, packed: Sequence[Packed]) -> None:
-        self.messages += sum(len(one.data) for one in packed)
-        self.memory += sum(sum(one.sizes) for one in packed)
+        self.memory += sum(os.fstat(one.fd).st_size for one in packed)
         super()._send(packed)
 
     def cpu_s(self) -> float:
@@ -86,9 +85,7 @@ def main() -> None:
 
     def on_step(step: int, metrics: Any) -> None:
         ranks = Counted.of
-        marks.append(
-            {"controller": time.process_time(), "ranks": ranks.cpu_s(), "messages": ranks.messages, "memory": ranks.memory}
-        )
+        marks.append({"controller": time.process_time(), "ranks": ranks.cpu_s(), "memory": ranks.memory})
 
     Update.run = run  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as folder:
@@ -106,7 +103,6 @@ def main() -> None:
         "idle_share": round(median(i / s["time/step_s"] for i, s in zip(idle[1:], steps[1:], strict=True)), 4),
         "controller_cpu_s": round(each("controller"), 2),
         "ranks_cpu_s": round(each("ranks"), 2),
-        "message_bytes": round(each("messages") / per_step),
         "memory_bytes": round(each("memory") / per_step),
         "trajectories": per_step,
     }

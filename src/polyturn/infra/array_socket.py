@@ -1,8 +1,8 @@
 """ArraySocket: sends objects with large arrays to another process of this machine, which maps the arrays without a copy.
 
-    [ sizes ][ pickle ]  + a descriptor of anonymous memory that holds every large array of the object
+    one byte  + a descriptor of anonymous memory with the sizes, the pickle, and every large array of the object
 
-    packed = Packed.of(samples);  for rank in ranks: rank.send(packed)         the arrays are copied into memory once
+    packed = Packed.of(samples);  for rank in ranks: rank.send(packed)         everything is copied into memory once
     samples = socket.receive()                                                 arrays over that memory
 
 A receiver may write into an array without affecting others, because the first write copies the page. The memory has no name
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import mmap
 import os
 import pickle
@@ -28,11 +29,8 @@ from typing import Any, NamedTuple, Self
 import cloudpickle
 import numpy as np
 
-_HEAD = struct.Struct("<QI")
-"""The header: length of the pickle in bytes, and the number of large arrays."""
-_SIZE = struct.Struct("<Q")
 _LARGE = 1 << 12
-"""Size in bytes from which an array is sent in shared memory."""
+"""Size in bytes from which an array is a part of its own, outside the pickle."""
 _ALIGN = 64
 
 
@@ -64,10 +62,8 @@ def tensor_over(data: np.ndarray[Any, Any], dtype: str, shape: tuple[int, ...]) 
 class Packed(NamedTuple):
     """An object, ready to be sent to any number of processes."""
 
-    data: bytes
-    sizes: tuple[int, ...]
     fd: int
-    """Descriptor of the memory with the large arrays; -1 if there are none."""
+    """Descriptor of the memory: the number of parts and their sizes, then the parts, which are the pickle and each array."""
 
     @classmethod
     def of(cls, value: object) -> Self:
@@ -79,24 +75,24 @@ class Packed(NamedTuple):
         arrays: list[pickle.PickleBuffer] = []
         into = io.BytesIO()
         _Pickler(into, arrays).dump(value)
-        views = [array.raw() for array in arrays]
-        sizes = tuple(view.nbytes for view in views)
-        fd = anonymous_memory("polyturn-arrays") if views else -1
-        if views:
-            os.ftruncate(fd, _total(sizes))
-            with mmap.mmap(fd, _total(sizes)) as memory:
-                for view, start in zip(views, _starts(sizes), strict=True):
-                    memory[start : start + view.nbytes] = view
-        return cls(into.getvalue(), sizes, fd)
+        parts = [into.getbuffer(), *(array.raw() for array in arrays)]
+        sizes = [part.nbytes for part in parts]
+        head = struct.pack(f"<{len(sizes) + 1}Q", len(sizes), *sizes)
+        *starts, total = _bounds(sizes)
+        fd = anonymous_memory("polyturn-arrays")
+        os.ftruncate(fd, total)
+        with mmap.mmap(fd, total) as memory:
+            for part, start in zip((memoryview(head), *parts), (0, *starts), strict=True):
+                memory[start : start + part.nbytes] = part
+        return cls(fd)
 
     def close(self) -> None:
         """Release the memory; receivers keep their mapping."""
-        if self.fd >= 0:
-            os.close(self.fd)
+        os.close(self.fd)
 
 
 class ArraySocket:
-    """One end of a connected Unix socket; `send` and `receive` block."""
+    """One end of a connected Unix socket; `receive` blocks."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
@@ -111,13 +107,7 @@ class ArraySocket:
         Raises:
             OSError: the other end is gone.
         """
-        head = _HEAD.pack(len(packed.data), len(packed.sizes)) + b"".join(map(_SIZE.pack, packed.sizes))
-        if packed.fd >= 0:
-            sent = socket.send_fds(self._socket, [head], [packed.fd])
-            self._socket.sendall(head[sent:])
-        else:
-            self._socket.sendall(head)
-        self._socket.sendall(packed.data)
+        socket.send_fds(self._socket, [b"."], [packed.fd])
 
     def receive(self) -> Any:
         """Return the next object.
@@ -125,35 +115,23 @@ class ArraySocket:
         Raises:
             ConnectionError: the other end is gone.
         """
-        head, fds, _, _ = socket.recv_fds(self._socket, _HEAD.size, 1)
+        _, fds, _, _ = socket.recv_fds(self._socket, 1, 1)
+        if not fds:
+            raise ConnectionError("the other process hung up")
         try:
-            length, count = _HEAD.unpack(head + self._exactly(_HEAD.size - len(head)))
-            sizes = [_SIZE.unpack(self._exactly(_SIZE.size))[0] for _ in range(count)]
-            data = self._exactly(length)
-            views: list[memoryview] = []
-            if count:
-                memory = memoryview(mmap.mmap(fds[0], _total(sizes), access=mmap.ACCESS_COPY))
-                views = [memory[start : start + size] for start, size in zip(_starts(sizes), sizes, strict=True)]
+            memory = memoryview(mmap.mmap(fds[0], 0, access=mmap.ACCESS_COPY))
         finally:
-            for fd in fds:
-                os.close(fd)
-        return pickle.loads(data, buffers=views)
+            os.close(fds[0])
+        (count,) = struct.unpack_from("<Q", memory)
+        sizes = struct.unpack_from(f"<{count}Q", memory, 8)
+        data, *arrays = [memory[start : start + size] for start, size in zip(_bounds(sizes), sizes, strict=False)]
+        return pickle.loads(data, buffers=arrays)
 
     def close(self) -> None:
         """Close the connection; a thread that waits in `receive` gets an error."""
         with contextlib.suppress(OSError):  # the other end hung up first
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
-
-    def _exactly(self, count: int) -> bytes:
-        data = bytearray(count)
-        rest = memoryview(data)
-        while rest:
-            received = self._socket.recv_into(rest)
-            if not received:
-                raise ConnectionError("the other process hung up")
-            rest = rest[received:]
-        return bytes(data)
 
 
 class _Pickler(cloudpickle.Pickler):
@@ -176,13 +154,6 @@ class _Pickler(cloudpickle.Pickler):
         return super().reducer_override(obj)
 
 
-def _starts(sizes: Sequence[int]) -> list[int]:
-    starts, at = [], 0
-    for size in sizes:
-        starts.append(at)
-        at += -(-size // _ALIGN) * _ALIGN
-    return starts
-
-
-def _total(sizes: Sequence[int]) -> int:
-    return sum(-(-size // _ALIGN) * _ALIGN for size in sizes)
+def _bounds(sizes: Sequence[int]) -> list[int]:
+    """Return the start of each part in the memory, and the end of the last part."""
+    return list(itertools.accumulate(-(-size // _ALIGN) * _ALIGN for size in (8 * (len(sizes) + 1), *sizes)))
