@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import socket
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -24,6 +23,7 @@ from polyturn.cluster.members import Actor
 from polyturn.cluster.worker import RolloutWorker
 from polyturn.core.generation import Completion, GenerateRequest
 from polyturn.core.protocols import Engine, EngineCapabilities
+from polyturn.infra.process import free_port
 from polyturn.training.rank_group import RankReply, RankWorker
 
 
@@ -32,9 +32,7 @@ class RankActor(Actor):
 
     def free_port(self) -> int:
         """Return a free port of this node."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return int(probe.getsockname()[1])
+        return free_port("")
 
     def join(self, rank: int, num_ranks: int, address: str, port: int, build: Callable[[], RankWorker]) -> None:
         """Join the process group of all ranks, and build this rank."""

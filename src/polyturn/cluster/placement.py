@@ -101,11 +101,7 @@ class Cluster:
         `need` is None if the servers are already running; then nothing is reserved.
         """
         need = need or ResourceRequest(count=0, resources={})
-        group = self._room("inference server", need, strategy="SPREAD") if need.count else None
-        count, resources = need.count, need.resources
-        return lambda folder: NodePlaces(
-            group=group, count=count, resources=resources, files=ModelFiles.of(folder), patience_s=self._patience_s
-        )
+        return self._places(self._room("inference server", need, strategy="SPREAD") if need.count else None, need)
 
     def shared(
         self, ranks: ResourceRequest, servers: ResourceRequest
@@ -130,14 +126,13 @@ class Cluster:
             ",".join(gpu for rank in rank_actors[i : i + each] for gpu in rank.home.gpus)
             for i in range(0, ranks.count, each)
         )
-        return rank_actors, lambda folder: NodePlaces(
-            group=group,
-            count=servers.count,
-            resources=servers.resources,
-            devices=devices,
-            files=ModelFiles.of(folder),
-            patience_s=self._patience_s,
-        )
+        return rank_actors, self._places(group, servers, devices)
+
+    def _places(
+        self, group: Any, need: ResourceRequest, devices: tuple[str, ...] = ()
+    ) -> Callable[[ModelFolder], NodePlaces]:
+        places = partial(NodePlaces, group=group, count=need.count, resources=need.resources, devices=devices)
+        return lambda folder: places(files=ModelFiles.of(folder), patience_s=self._patience_s)
 
     def workers(self, need: ResourceRequest, build: Callable[[WorkerJournal], RolloutPool]) -> list[RayWorker]:
         """Place rollout workers."""
@@ -183,11 +178,12 @@ class Cluster:
         try:
             ray.get(ready, timeout=self._patience_s)
         except GetTimeoutError as problem:
+            nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
             raise ConfigError(
                 f"the cluster has no room for {need.count} actors as {name} with {dict(need.resources)} each after "
                 f"{self._patience_s:g} s; it has {_numbers(ray.cluster_resources())}, of which free "
                 f"{_numbers(ray.available_resources())}. "
-                + (beyond_one_node(name, need, _nodes()) or "Lower cluster.*, or add nodes")
+                + (beyond_one_node(name, need, nodes) or "Lower cluster.*, or add nodes")
             ) from problem
         return group
 
@@ -213,10 +209,6 @@ def beyond_one_node(name: str, need: ResourceRequest, nodes: Sequence[Mapping[st
         f"Each {name} is on one node, also a server of several GPUs, and no node has all of that: the most that one has "
         f"is {most}. Ask for less, and raise the count instead, or add larger nodes"
     )
-
-
-def _nodes() -> list[Mapping[str, float]]:
-    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
 def _members(name: str, handles: Sequence[Any]) -> list[Member]:

@@ -109,7 +109,8 @@ class RankProcesses:
             if not self._is_built:
                 values_of(self._answers())
                 self._is_built = True
-            self._check()
+            if self._problem is not None:
+                raise RankLostError(self._problem)
             distinct = {id(share): share for share in shares}  # ranks of a row have the same share, which is packed once
             packed = {key: Packed.of((command, share)) for key, share in distinct.items()}
             try:
@@ -171,10 +172,6 @@ class RankProcesses:
                     for name, level, message in answer.log:
                         logging.getLogger(name).log(level, "%s", message)
         return [answers[rank] for rank in range(self.num_ranks)]
-
-    def _check(self) -> None:
-        if self._problem is not None:
-            raise RankLostError(self._problem)
 
     def _lose(self, first: int) -> None:
         """Find the rank whose death caused `first` to hang up, and end the other ranks, which would wait forever."""

@@ -91,7 +91,7 @@ class ServerActor(Actor):
 
 
 class NodeServer:
-    """A server that an actor started; implements `RunningServer` and `WeightHolder`."""
+    """A server that an actor started; implements `RunningServer`."""
 
     def __init__(self, handle: Any, home: ActorInfo, url: str, *, stop_s: float) -> None:
         self._handle = handle

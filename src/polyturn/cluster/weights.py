@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import ray
 from torch import Tensor
@@ -58,16 +58,6 @@ def store(pieces: Iterable[Mapping[str, Tensor]]) -> tuple[Any, ...]:
     return tuple(ray.put({name: tensor_as_array(tensor) for name, tensor in piece.items()}) for piece in pieces)
 
 
-class WeightHolder(Protocol):
-    """A server on a node that can hold weights as a checkpoint."""
-
-    node: str
-
-    async def hold(self, weights: StoredWeights, at: Path | None, adapter: Mapping[str, Any] | None) -> Path:
-        """Return a checkpoint folder of `weights` on the server's node: `at`, if it exists, else a newly written folder."""
-        ...
-
-
 class NodeWeights(ServerWeights):
     """Weights with one checkpoint per node, in memory, written when the node's first server requests it."""
 
@@ -78,11 +68,11 @@ class NodeWeights(ServerWeights):
         self._locks: dict[str, asyncio.Lock] = {}
 
     async def load(self, server: Any) -> None:
-        """Make a server, which `NodePlaces` started, read the checkpoint on its node."""
-        holder: WeightHolder = server.process
-        async with self._locks.setdefault(holder.node, asyncio.Lock()):
-            self._at[holder.node] = await holder.hold(self._stored, self._at.get(holder.node), self._adapter)
-        await WrittenWeights(self._at[holder.node], is_adapter=self._adapter is not None).load(server)
+        """Make a server, whose process is a `NodeServer`, read the checkpoint on its node."""
+        process = server.process
+        async with self._locks.setdefault(process.node, asyncio.Lock()):
+            self._at[process.node] = await process.hold(self._stored, self._at.get(process.node), self._adapter)
+        await WrittenWeights(self._at[process.node], is_adapter=self._adapter is not None).load(server)
 
 
 class NodeStore:
