@@ -106,14 +106,19 @@ class EnvStep(NamedTuple):
         """
         if isinstance(returned, EnvStep):
             return returned
+        seat = 0
+        rewards: dict[int, float] = {}
         if isinstance(returned, Seated):
-            return _of_seats(returned, name=name)
-        if not isinstance(returned, tuple | list) or len(returned) not in (4, 5):
+            observation, reward, info, seat = returned.observation, 0.0, returned.info, returned.seat
+            is_done, truncated = returned.terminated, [returned.truncated]
+            rewards = {player: _reward(value, name=name) for player, value in returned.rewards.items()}
+        elif isinstance(returned, tuple | list) and len(returned) in (4, 5):
+            observation, reward, is_done, *truncated, info = returned
+        else:
             raise SchedulerError(
                 f"the environment {name!r}: step returned {brief(returned, 200)}; return (observation, reward, done, info), "
                 "or (observation, reward, terminated, truncated, info)"
             )
-        observation, reward, is_done, *truncated, info = returned
         # A step that is both terminated and truncated counts as terminated.
         is_over = _flag(is_done, name=name)
         is_truncated = not is_over and any(_flag(flag, name=name) for flag in truncated)
@@ -123,22 +128,9 @@ class EnvStep(NamedTuple):
             is_over or is_truncated,
             _info(info, name=name),
             is_truncated,
+            seat,
+            rewards,
         )
-
-
-def _of_seats(answer: Seated, *, name: str) -> EnvStep:
-    rewards = {seat: _reward(value, name=name) for seat, value in answer.rewards.items()}
-    is_over = _flag(answer.terminated, name=name)
-    is_done = is_over or _flag(answer.truncated, name=name)
-    return EnvStep(
-        observed(answer.observation, name=name),
-        0.0,
-        is_done,
-        _info(answer.info, name=name),
-        is_done and not is_over,
-        answer.seat,
-        rewards,
-    )
 
 
 def _reward(value: Any, *, name: str) -> float:
