@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib.util
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,11 +26,12 @@ from polyturn.config.schema import KeyPath, dotted
 from polyturn.config.sources import leaves, merge, nested
 from polyturn.core.errors import ConfigError
 from polyturn.engines.options import ServerOptions
-from polyturn.infra.cuda import has_cuda
 from polyturn.infra.yaml_file import read_yaml
 
 logger = logging.getLogger(__name__)
 
+DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))
+"""Device files of NVIDIA's and AMD's drivers, and of either one's under WSL."""
 ON_CPU: Mapping[KeyPath, int] = {
     ("train", "groups_per_step"): 4,
     ("train", "group_size"): 8,
@@ -69,6 +71,15 @@ def _former(path: Path) -> dict[str, Any]:
         return read_yaml(path) if path.is_file() else {}
     except ConfigError:
         return {}
+
+
+def has_cuda() -> bool:
+    """Return whether PyTorch can use a CUDA or ROCm GPU here."""
+    if not any(driver.exists() for driver in DRIVERS) or importlib.util.find_spec("torch") is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _is_on_cpu(config: RunConfig) -> bool:
