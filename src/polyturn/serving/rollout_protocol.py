@@ -15,7 +15,7 @@ import uuid as unique
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, ValidatorFunctionWrapHandler, field_validator, model_validator
 
@@ -27,28 +27,36 @@ MEDIA = {"images": "image", "audios": "audio", "videos": "video"}
 """Media list of a request -> the kind of its items."""
 
 
-class SampledId(int):
-    """A sampled token id whose object identity marks where it was sampled; copying returns the same object."""
+class _Sampled:
+    """A sampled value whose object identity marks where it was sampled; copying returns the same object."""
 
     __slots__ = ()
 
-    def __copy__(self) -> SampledId:
+    def __copy__(self) -> Self:
         return self
 
-    def __deepcopy__(self, memo: Any) -> SampledId:
+    def __deepcopy__(self, memo: Any) -> Self:
         return self
 
 
-class SampledText(str):
-    """A sampled text whose object identity marks its turn; copying returns the same object."""
+class SampledId(_Sampled, int):
+    """A token id."""
 
     __slots__ = ()
 
-    def __copy__(self) -> SampledText:
-        return self
 
-    def __deepcopy__(self, memo: Any) -> SampledText:
-        return self
+class SampledText(_Sampled, str):
+    """The text of a turn."""
+
+    __slots__ = ()
+
+
+def remove_response(messages: Messages) -> str | None:
+    """Take the reply off the end of a conversation, in place, and return it; None if there is none."""
+    if messages and messages[-1]["role"] == "assistant":
+        content: str | None = messages.pop()["content"]
+        return content
+    return None
 
 
 @dataclass
@@ -70,22 +78,11 @@ class InferRequest:
             if isinstance(value, str):
                 setattr(self, name, [value])
 
-    @staticmethod
-    def remove_response(messages: Messages) -> str | None:
-        """Take the reply off the end of a conversation, in place, and return it; None if there is none."""
-        return remove_response(messages)
+    remove_response = staticmethod(remove_response)
 
     def to_printable(self) -> dict[str, Any]:
         """Return the request as plain values; long texts outside the content, such as images, are shortened."""
         return _printable(asdict(self))
-
-
-def remove_response(messages: Messages) -> str | None:
-    """Take the reply off the end of a conversation, in place, and return it; None if there is none."""
-    if messages and messages[-1]["role"] == "assistant":
-        content: str | None = messages.pop()["content"]
-        return content
-    return None
 
 
 def _printable(value: Any, key: str = "") -> Any:
