@@ -40,7 +40,6 @@ class ActorEngine(CalledEngine):
         return await super().generate(shifted(request, -asyncio.get_running_loop().time()))
 
     async def update_weights(self, version: int, *, weights: Mapping[str, Any] | None = None) -> None:
-        """Serve `version` from now on."""
         await self._call("update_weights", version, weights)
 
     async def start(self) -> None:

@@ -31,7 +31,6 @@ class RankActor(Actor):
     """A trainer rank; its calls run in the main thread, one after the other."""
 
     def free_port(self) -> int:
-        """Return a free port of this node."""
         return free_port("")
 
     def join(self, rank: int, num_ranks: int, address: str, port: int, build: Callable[[], RankWorker]) -> None:
@@ -43,7 +42,6 @@ class RankActor(Actor):
         self._rank = build()
 
     def run(self, command: str, share: tuple[Any, ...]) -> RankReply:
-        """Run one command of the controller."""
         return self._rank.run(command, share)
 
 
@@ -54,23 +52,18 @@ class EngineActor(Actor):
         self._engine = build()
 
     async def capabilities(self) -> EngineCapabilities:
-        """Return the engine's capabilities."""
         return self._engine.capabilities
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Sample one completion."""
         return await self._engine.generate(shifted(request, asyncio.get_running_loop().time()))
 
     async def abort(self, request_id: str) -> None:
-        """End a running request now."""
         await self._engine.abort(request_id)
 
     async def end_session(self, session_id: str) -> None:
-        """Drop the state of an episode."""
         await self._engine.end_session(session_id)
 
     async def update_weights(self, version: int, weights: Mapping[str, Any] | None) -> None:
-        """Serve `version` from now on."""
         if weights is not None:
             weights = await asyncio.to_thread(dict, weights)  # fetches them from another node without blocking requests
         await self._engine.update_weights(version, weights=weights)

@@ -30,21 +30,17 @@ class CalledEngine(BaseEngine):
 
     @property
     def capabilities(self) -> EngineCapabilities:
-        """Capabilities of the remote engine."""
         return self._capabilities
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Sample one completion."""
         marked = dataclasses.replace(request, request_id=f"{self._mark}/{request.request_id}")
         completion: Completion = await self._call("generate", marked)
         return completion
 
     async def abort(self, request_id: str) -> None:
-        """End a running request now."""
         await self._call("abort", f"{self._mark}/{request_id}")
 
     async def end_session(self, session_id: str) -> None:
-        """Drop the engine's state of an episode."""
         await self._call("end_session", session_id)
 
     async def update_weights(self, version: int, *, weights: Mapping[str, Any] | None = None) -> None:

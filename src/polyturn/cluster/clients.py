@@ -75,7 +75,6 @@ class RayRankGroup:
         return self._lost
 
     def close(self) -> None:
-        """Kill the ranks and release their resources."""
         for rank in self._ranks:
             ray.kill(rank.handle)
         self._on_close()
@@ -97,11 +96,9 @@ class PushedWeights:
         self._weights = weights
 
     async def start(self, version: int) -> None:
-        """Publish the initial weights as `version`."""
         await self.publish(version)
 
     async def publish(self, version: int) -> None:
-        """Publish the current weights as `version`."""
         stored = await asyncio.to_thread(lambda: StoredWeights.put(self._weights()))
         await self._engine.update_weights(version, weights=stored)
 
@@ -114,12 +111,10 @@ class RayWorker(RemoteWorker):
         self._member = member
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the actor."""
         try:
             return await answer(getattr(self._member.handle, method).remote(*arguments))
         except RayActorError as problem:
             raise WorkerLostError(self._member.crash_report()) from problem
 
     async def end(self) -> None:
-        """Kill the actor."""
         ray.kill(self._member.handle)

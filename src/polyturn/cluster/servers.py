@@ -57,11 +57,9 @@ class ServerActor(Actor):
         return self._server.url
 
     async def is_dead(self) -> bool:
-        """Return whether the server has ended."""
         return self._server is None or await self._server.is_dead()
 
     async def last_lines(self) -> str:
-        """Return the end of the server's log."""
         return "" if self._server is None else await self._server.last_lines()
 
     async def record_memory(self) -> None:
@@ -153,7 +151,6 @@ class NodePlaces:
 
     @property
     def num_gpus(self) -> int:
-        """Number of GPUs of each server."""
         return round(self.resources.get("GPU", 0))
 
     @property

@@ -42,7 +42,6 @@ class RemoteWorker(ABC):
     """A `RolloutWorker` in another process. All calls raise WorkerLostError once that process is gone."""
 
     def __init__(self, name: str) -> None:
-        """Set the display name."""
         self.name = name
 
     @abstractmethod

@@ -144,7 +144,6 @@ class CallWithDeadline:
             )
 
     def close(self) -> None:
-        """Let idle threads end."""
         self._threads.close()
 
     async def call(

@@ -131,7 +131,6 @@ class RolloutPool:
         return {"rollout/concurrency": float(self.slots.limit)} if self.slots.least < self.slots.most else {}
 
     async def close(self) -> None:
-        """Close the shared context."""
         await self.context.close()
 
     async def _run(self, spec: GroupSpec, live: LiveGroup | None) -> TrajectoryGroup:

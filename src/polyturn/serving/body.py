@@ -87,7 +87,6 @@ class BoundedBody:
         """Whether the answer has begun."""
 
     async def receive(self) -> Message:
-        """Return the next message of the request."""
         if self._is_whole:
             return await self._receive()
         clock = asyncio.get_running_loop().time

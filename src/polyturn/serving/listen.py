@@ -136,7 +136,6 @@ class BoundedHeads(HttpToolsProtocol):
             self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
-        """Store a piece of the body."""
         self._num_unparsed = 0
         super().on_body(body)
 

@@ -57,11 +57,9 @@ class SandboxService:
         self._num_pending = 0
 
     def open(self) -> None:
-        """Start the warm sandboxes."""
         self._pool.open()
 
     def close(self) -> None:
-        """Close the warm sandboxes."""
         self._pool.close()
         self._pool.let_go()
 

@@ -94,7 +94,6 @@ class EnvironmentLoop(MultiTurnScheduler):
         return Reply(messages=self._answer.observation, goes_on=not self._answer.observation)
 
     async def snapshot(self, episode: Episode) -> Any:
-        """Return the environment's snapshot, or its trace if it is replayed."""
         assert self._session is not None
         return await self._session.snapshot()
 
@@ -104,7 +103,6 @@ class EnvironmentLoop(MultiTurnScheduler):
         await self._session.restore(state, seed=seed, actions=self.actions(episode, state))
 
     async def on_trajectory_end(self, episode: Episode) -> None:
-        """Close the environment."""
         if self._session is not None:
             await self._session.close()
 

@@ -173,7 +173,6 @@ class OpenAIService:
             running.add_done_callback(_log_failure)
 
     def count_tokens(self, ask: ChatRequest) -> int:
-        """Return the number of tokens in a request's prompt."""
         try:
             return len(self.context.encoder_listing(ask.tools).start(typed_messages(ask.messages)))
         except PolyturnError as problem:
