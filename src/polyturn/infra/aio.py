@@ -36,17 +36,11 @@ def first_error() -> Iterator[None]:
 
 
 def _leaf(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    leaves: list[BaseException] = []
-    stack: list[BaseException] = [group]
-    while stack:
-        error = stack.pop()
-        if isinstance(error, BaseExceptionGroup):
-            stack.extend(reversed(error.exceptions))
-        else:
-            leaves.append(error)
     # The CancelledError of a task that was cancelled because another task failed does not show the reason.
-    real = [e for e in leaves if not isinstance(e, asyncio.CancelledError)]
-    return (real or leaves)[0]
+    error: BaseException = group.subgroup(lambda e: not isinstance(e, BaseExceptionGroup | asyncio.CancelledError)) or group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 class Pace:
