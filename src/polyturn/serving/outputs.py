@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from polyturn.core.generation import FinishReason
 from polyturn.core.media import media_of
 from polyturn.core.messages import Message
-from polyturn.core.trajectory import Span, SpanSource, Trajectory, Turn
+from polyturn.core.trajectory import SpanSource, Trajectory, Turn
 from polyturn.serving.rollout_protocol import (
     MEDIA,
     ChatCompletionResponse,
@@ -41,8 +41,7 @@ class _OutputTurns:
     infos: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Tokens:
+class _Tokens(NamedTuple):
     """Token ids, masks and logprobs of an output: one list per assistant message."""
 
     ids: list[list[int]]
@@ -152,26 +151,23 @@ def _conversation(trajectory: Trajectory, until: int) -> list[dict[str, Any]]:
 
 
 def _tokens(trajectory: Trajectory, turns: Sequence[Turn]) -> _Tokens:
-    tokens = _Tokens(ids=[], masks=[], logprobs=[])
+    tokens = _Tokens([], [], [])
     continues = False
     for turn in turns:
         if not continues:
-            for lists in (tokens.ids, tokens.masks, tokens.logprobs):
-                lists.append([])  # type: ignore[attr-defined]
+            tokens.ids.append([])
+            tokens.masks.append([])
+            tokens.logprobs.append([])
         for span in map(trajectory.span, turn.spans):
             if span.source is not SpanSource.SAMPLED and not turn.is_continued:
                 continue
-            _append(tokens, span)
+            is_trained = span.loss_weights > 0
+            tokens.ids[-1].extend(span.ids.tolist())
+            tokens.masks[-1].extend(is_trained.astype(np.int64).tolist())
+            if span.logprobs is not None:
+                tokens.logprobs[-1].extend(span.logprobs[is_trained].tolist())
         continues = turn.is_continued
     return tokens
-
-
-def _append(tokens: _Tokens, span: Span) -> None:
-    is_trained = span.loss_weights > 0
-    tokens.ids[-1].extend(span.ids.tolist())
-    tokens.masks[-1].extend(is_trained.astype(np.int64).tolist())
-    if span.logprobs is not None:
-        tokens.logprobs[-1].extend(span.logprobs[is_trained].tolist())
 
 
 def _sampled(trajectory: Trajectory, turn: Turn) -> list[int]:
