@@ -17,7 +17,7 @@ from polyturn.api.console import quiet_transformers
 from polyturn.cli.arguments import JsonFlag, declare
 from polyturn.cli.console import Output
 from polyturn.cli.markers import add_template_markers
-from polyturn.cli.template_report import TemplateReport, report_template
+from polyturn.cli.template_report import TemplateReport, TemplateTraits, report_template
 from polyturn.core.errors import ConfigError, TemplateError
 from polyturn.models import PACKAGED, packaged
 from polyturn.tokens.codec import Codec, load_codec
@@ -62,7 +62,7 @@ def main(
         codec, added = _load(model, template)
         report = report_template(codec)
     except TemplateError as problem:
-        _refuse(name, str(problem), as_json=as_json)
+        _refuse(name, str(problem), time.monotonic() - began, as_json=as_json)
         raise typer.Exit(1) from problem
     seconds = time.monotonic() - began
     if as_json:
@@ -92,12 +92,27 @@ def _tokenizer_of(model: str) -> str:
     return model
 
 
-def _refuse(name: str, error: str, *, as_json: bool) -> None:
-    """Print the reason why there is no safe strategy."""
+def _refuse(name: str, error: str, seconds: float, *, as_json: bool) -> None:
+    """Print the reason why there is no safe strategy; the JSON object has the keys of `_object`."""
     if as_json:
-        none = dict.fromkeys(("strategy", "inference_strategy", "parser"), "none")
-        row = {"template": name, **none, "reason": error, "error": error, "violations": [error]}
-        Output().text(json.dumps({**row, "control_tokens_from_text": 0, "properties": {}}, ensure_ascii=False))
+        row = {
+            "template": name,
+            "strategy": "none",
+            "reason": error,
+            "inference_strategy": "none",
+            "error": error,
+            "violations": [error],
+            "findings": [],
+            "control_tokens_from_text": 0,
+            "num_dialogues": 0,
+            "parser": "none",
+            "stop_tokens": [],
+            "properties": {trait.name: None for trait in dataclasses.fields(TemplateTraits)},
+            "prefix_preserving": None,
+            "added_markers": [],
+            "seconds": round(seconds, 3),
+        }
+        Output().text(json.dumps(row, ensure_ascii=False))
         return
     table = Table("property", "value", box=None, pad_edge=False)
     table.add_row("template", name)

@@ -273,6 +273,8 @@ def test_check_exits_with_1_for_an_unsafe_template(trained: tuple[Path, Called],
     template.write_text("{% for m in messages %}{{ m.content }}")
     broken = call("check", model, "--template", template, "--json")
     assert broken.code == 1 and json.loads(broken.out)["strategy"] == "none" and "not valid Jinja" in broken.out
+    refused = json.loads(broken.out)
+    assert refused.keys() == found.keys() and refused["properties"].keys() == found["properties"].keys()
     assert call("check", model, "--template", template).code == 1
 
 
