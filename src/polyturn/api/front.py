@@ -12,6 +12,7 @@ import contextlib
 import functools
 import inspect
 import logging
+import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, overload
@@ -268,7 +269,7 @@ def _train(arguments: GivenArguments, *, resume: bool | Literal["auto"], on_step
         options = RunOptions(again=_again, resume=resume, on_step=called)
         finished = run_beside(lambda signals: run_training(source, resolved, replace(options, signals=signals)))
         run = _run_of(finished, arguments, source, on_step=on_step)
-        logger.info("view the run: run.show(), or in a shell: polyturn view %s", run.folder)
+        logger.info("view the run: run.show(), or in a shell: polyturn view %s", shlex.quote(str(run.folder)))
     return run
 
 

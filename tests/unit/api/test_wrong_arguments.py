@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import shlex
 import signal
 import threading
 import traceback
@@ -552,6 +553,20 @@ def test_resumed_run_takes_another_callback(monkeypatch: pytest.MonkeyPatch, tmp
     run = polyturn.train("tiny", ROWS, out=str(tmp_path.parent), on_step=lambda step, metrics: calls.append("first"))
     run.resume(on_step=lambda step, metrics: calls.append("second")).resume()
     assert calls == ["first", "second", "second"]
+
+
+def test_line_that_says_how_to_view_a_run_quotes_its_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "my runs"
+    folder.mkdir()
+    (folder / "config.yaml").touch()
+    finished = SimpleNamespace(folder=folder, model=None)
+    monkeypatch.setattr("polyturn.api.training.run_training", lambda *_: finished)
+    with caplog.at_level("INFO", logger="polyturn"):
+        polyturn.train("tiny", ROWS, out=str(tmp_path))
+    (line,) = [line for line in caplog.messages if "polyturn view" in line]
+    assert shlex.split(line.partition("in a shell: ")[2]) == ["polyturn", "view", str(folder)]
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
