@@ -78,6 +78,8 @@ class Trainer:
         self._training: list[int] = []
         """Tickets of the groups of the step under way."""
         self._saving_clock = SavingClock(settings.train.checkpoint_every_s, clock=clock)
+        self._best_before = self.state.best, self.state.best_step
+        """The best success and its step before the checkpoint that is being written."""
         self._replay = Replay(max_staleness=settings.train.max_staleness, seed=settings.seed)
 
     @property
@@ -99,7 +101,8 @@ class Trainer:
                 if self.settings.evaluation.before:
                     results = await self._evaluate(self._data.eval_sets)
                     self.state.reports["before"] = _reports(results)
-                    if self._is_best(results):
+                    # With on_checkpoint_error: warn, the first checkpoint may be missing.
+                    if self.checkpoints.latest_step() == 0 and self._is_best(self._success(results)):
                         self.checkpoints.mark_best(self.state.step)
             if self.state.step < self.settings.train.steps:
                 with first_error():
@@ -111,7 +114,7 @@ class Trainer:
         except BaseException:
             self._save_last_words()
             raise
-        self._save(is_best=self._is_best(results), in_thread=False)
+        self._save(success=self._success(results), in_thread=False)
         self._settle_journal()
         return self.state
 
@@ -276,18 +279,19 @@ class Trainer:
         if state.step >= self.settings.train.steps:
             return True
         sets = [s for s in self._data.eval_sets if s.is_periodic]
-        is_best = is_enough = False
+        is_best, is_enough, success = False, False, math.nan
         if sets and self._is_validation_due():
             results = await self._evaluate(sets, limit=evaluation.limit_during)
-            is_best = self._is_best(results)
+            success = self._success(results)
+            is_best = success > state.best
             state.evals_since_best = 0 if is_best else state.evals_since_best + 1
             state.evaluated = state.step
-            state.success = self._success(results)
+            state.success = success
             is_enough = self._is_enough()
         every = self.settings.train.checkpoint_every
         is_due = isinstance(every, int) and every > 0 and state.step % every == 0
         if is_best or is_due or self._saving_clock.is_due():
-            self._save(is_best=is_best)
+            self._save(success=success)
         return is_enough
 
     def _is_enough(self) -> bool:
@@ -301,9 +305,9 @@ class Trainer:
             return True
         return False
 
-    def _is_best(self, results: Mapping[str, EvalResult]) -> bool:
-        """Return whether the current weights have the best success so far; if so, record it."""
-        success, state = self._success(results), self.state
+    def _is_best(self, success: float) -> bool:
+        """Return whether the current weights, of this `success`, are the best so far; if so, record it."""
+        state = self.state
         if not success > state.best:  # also for NaN, which cannot be compared
             return False
         state.best, state.best_step = success, state.step
@@ -365,12 +369,25 @@ class Trainer:
         except (CheckpointError, RankLostError) as problem:
             logger.error("the latest steps are not saved: %s", problem)  # the error that ended the run is raised instead
 
-    def _save(self, *, is_best: bool = False, in_thread: bool = True) -> None:
-        """Save the run. With `in_thread`, only start the save: the files are written while training continues."""
+    def _save(self, *, success: float = math.nan, in_thread: bool = True) -> None:
+        """Save the run; `success` is that of the current weights, if they were evaluated.
+
+        With `in_thread`, only start the save: the files are written while training continues.
+        """
         step, exported = self.state.step, self.settings.train.export
-        # The first weights may turn out to be the best: they are evaluated after this.
-        is_exported = exported == "all" or not in_thread or (exported == "best" and (is_best or step == 0))
+        stops = self.settings.train.on_checkpoint_error == "stop"
         with self._saving_clock.saving():
+            try:
+                self._saver.wait()
+            except CheckpointError as problem:  # of the previous checkpoint
+                self._forget_best()
+                if stops and in_thread:
+                    raise
+                logger.warning("%s; the run tries again now, at step %d", problem, step)
+            self._best_before = self.state.best, self.state.best_step
+            is_best = self._is_best(success)
+            # The first weights may turn out to be the best: they are evaluated after this.
+            is_exported = exported == "all" or not in_thread or (exported == "best" and (is_best or step == 0))
             state = {
                 "policy": self.policy.state_dict(),
                 "update": self.update.state_dict(),
@@ -383,13 +400,6 @@ class Trainer:
             }
             if snapshots := self._engine.snapshots.state_dict(step):
                 state["followers"] = snapshots
-            stops = self.settings.train.on_checkpoint_error == "stop"
-            try:
-                self._saver.wait()
-            except CheckpointError as problem:  # of the previous checkpoint
-                if stops and in_thread:
-                    raise
-                logger.warning("%s; the run tries again now, at step %d", problem, step)
             # Begin the journal before the checkpoint is written, so that every checkpoint has a journal.
             if self._saving.journal is not None:
                 self._saving.journal.begin(step, last=self.checkpoints.latest_step())
@@ -399,9 +409,14 @@ class Trainer:
                 if not in_thread or step == 0:  # wait for the first one, so that a killed run can resume
                     self._saver.wait()
             except CheckpointError as problem:
+                self._forget_best()
                 if stops or not in_thread:
                     raise
                 logger.warning("%s; the run continues and tries again at the next checkpoint", problem)
+
+    def _forget_best(self) -> None:
+        """After a checkpoint could not be written, let the best result be that of the best checkpoint that exists."""
+        self.state.best, self.state.best_step = self._best_before
 
     def _settle_journal(self) -> None:
         if self._saving.journal is not None:

@@ -669,6 +669,24 @@ def test_failed_checkpoint_stops_or_warns(tmp_path: Path, caplog: pytest.LogCapt
 
 
 @pytest.mark.parametrize(
+    ("failing", "good", "best"), [(0, {0: 3, 1: 1}, 1), (1, {1: 3, 2: 2, 3: 1}, 2), (2, {0: 3, 2: 4}, 0)]
+)
+def test_best_that_could_not_be_written_is_not_the_best(tmp_path: Path, failing: int, good: dict[int, int], best: int):
+    options: dict[str, Any] = {"eval_sets": ("greedy",), "eval_every": 1, "checkpoint_every": 1, "keep": 1}
+    rig = Rig(tmp_path, is_right=right_in_evaluations_of(good), on_checkpoint_error="warn", **options)
+
+    def export(path: Path) -> None:
+        if path.parent.name == f".draft-00000{failing}":
+            raise OSError(28, "No space left on device")
+        path.mkdir()
+
+    rig.export = export
+    state = rig.run().trainer.state
+    assert rig.checkpoints.best() == tmp_path / f"step-00000{best}"
+    assert (state.best, state.best_step) == (good[best] / 4, best) and rig.saved("loop")["best_step"] == best
+
+
+@pytest.mark.parametrize(
     ("every", "expected"), [(0, [0, 6]), ("10s", [0, 6]), ("2.5s", [0, 3, 6]), ("1s", [0, 1, 2, 3, 4, 5, 6])]
 )
 def test_checkpoints_keep_a_time_apart(tmp_path: Path, every: int | str, expected: list[int]):
