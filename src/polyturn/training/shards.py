@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+import socket
 import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -99,8 +100,13 @@ def stored_kinds(folder: Path, *, whose: str = "checkpoint") -> dict[str, Tensor
     """Return name -> shape and dtype of the tensors in a folder of shards.
 
     Raises:
-        CheckpointError: the folder has no shards, or is damaged.
+        CheckpointError: this node does not see the folder, or the folder has no shards or is damaged.
     """
+    if not folder.parent.is_dir():  # the controller, on another node, has found the checkpoint
+        raise CheckpointError(
+            f"the node {socket.gethostname()!r} does not see the folder {folder.parent}; set `out` to a folder that all "
+            "nodes share, and move the run there"
+        )
     # Shards without metadata are damaged, which reading reports below; a folder without either has another format.
     if not (folder / METADATA).is_file() and not any(folder.glob("*.distcp")):
         raise CheckpointError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import socket
 import threading
 from pathlib import Path
 
@@ -131,6 +132,12 @@ def test_checkpoint_without_shards_is_refused(tmp_path: Path):
     folder = Checkpoints(tmp_path).save(1, {"policy": {"model": {"w": torch.zeros(2)}}}, export=export)
     with pytest.raises(CheckpointError, match=r"holds whole tensors and cannot be resumed, but .*model\.path=.*/model"):
         local_policy(tiny_model(48), optim=OptimSettings()).load(folder / "policy")
+
+
+def test_node_that_does_not_see_the_checkpoint_is_named(tmp_path: Path):
+    folder = tmp_path / "checkpoints" / "step-000001"
+    load = local_policy(tiny_model(48), optim=OptimSettings()).load
+    refuses(lambda: load(folder / "policy"), CheckpointError, socket.gethostname(), str(folder), "`out`")
 
 
 def test_damaged_shards_are_refused(tmp_path: Path):
