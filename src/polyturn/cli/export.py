@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from safetensors import SafetensorError, safe_open
@@ -26,6 +26,7 @@ from polyturn.cli.arguments import declare, new_folder
 from polyturn.cli.console import Output, command
 from polyturn.config.load import base_of
 from polyturn.core.errors import CheckpointError, ConfigError, one_line
+from polyturn.infra.model_json import read_model_json
 from polyturn.infra.yaml_file import read_yaml
 from polyturn.tokens.codec import load_codec
 from polyturn.training.checkpoint import MODEL, Checkpoints
@@ -63,7 +64,8 @@ def main(
     hub = None if push_to is None else _sign_in(push_to)
     is_whole = (model / "config.json").is_file()
     if is_whole:
-        _read_json(model / "config.json")
+        for file in (model / "config.json", *model.glob("*.index.json")):
+            read_model_json(file)
         _require_weights(model)
         if dtype is not None and not any(model.glob("*.safetensors")):
             raise ConfigError(f"--dtype converts only safetensors files, and {model} has none; remove --dtype")
@@ -161,24 +163,9 @@ def _dtype_of(model: Path) -> str | None:
     """Return the dtype in a model's config; None without one."""
     if not (model / "config.json").is_file():
         return None
-    about = _read_json(model / "config.json")
+    about = read_model_json(model / "config.json")
     dtype = about.get("dtype") or about.get("torch_dtype")
     return dtype if isinstance(dtype, str) and dtype in DTYPES else None
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    """Return the object in a JSON file of a model.
-
-    Raises:
-        CheckpointError: the file is damaged.
-    """
-    try:
-        about = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as problem:  # a file in another encoding raises a ValueError, too
-        raise CheckpointError(f"{file} cannot be read ({one_line(problem)}); copy the model again") from problem
-    if not isinstance(about, dict):
-        raise CheckpointError(f"{file} does not contain a JSON object; copy the model again")
-    return about
 
 
 def _cast(model: Path, dtype: str) -> None:
@@ -200,11 +187,11 @@ def _cast(model: Path, dtype: str) -> None:
         return
     index = model / "model.safetensors.index.json"
     if index.is_file():
-        about = json.loads(index.read_text(encoding="utf-8"))
+        about = read_model_json(index)
         about["metadata"] = {**about.get("metadata", {}), "total_size": num_bytes}
         index.write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
     config = model / "config.json"
-    about = _read_json(config)
+    about = read_model_json(config)
     config.write_text(json.dumps({**about, "dtype": dtype}, indent=2) + "\n", encoding="utf-8")
 
 
@@ -229,7 +216,7 @@ def _merge(model: Path, out: Path, *, config: Path) -> None:
     source, _ = open_source(config, [])
     own = source.config.model
     # Paths in a run's config are relative to the original config; the adapter has the resolved path of its base model.
-    base = _read_json(model / CONFIG_FILE).get("base_model_name_or_path")
+    base = read_model_json(model / CONFIG_FILE).get("base_model_name_or_path")
     if own.path is not None and base and not (source.base / str(own.path)).is_dir() and Path(base).is_dir():
         source = replace(source, config=source.config.model_copy(update={"model": own.model_copy(update={"path": base})}))
     codec = load_codec(str(model))

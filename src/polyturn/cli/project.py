@@ -5,7 +5,6 @@ Each part is checked by itself, so that one mistake does not hide another. No we
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,8 @@ from polyturn.build.parts import check_plugins
 from polyturn.cli.dialects import load_native
 from polyturn.config.config_source import ConfigSource, folder_or_name
 from polyturn.config.load import base_of
-from polyturn.core.errors import ConfigError, PolyturnError, one_line
+from polyturn.core.errors import ConfigError, PolyturnError
+from polyturn.infra.model_json import read_model_json
 from polyturn.tokens.hub import only_cached
 
 
@@ -69,12 +69,7 @@ def _model(source: ConfigSource) -> str:
     file = Path(where) / "config.json"
     if not file.is_file():
         raise ConfigError(f"{where!r} has no config.json; set model.path to a folder in Hugging Face format, or a hub name")
-    try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as problem:  # a file in another encoding raises a ValueError, too
-        raise ConfigError(f"{str(file)!r} cannot be read ({one_line(problem)}); copy the model again") from problem
-    if not isinstance(fields, dict):
-        raise ConfigError(f"{str(file)!r} does not contain a JSON object; copy the model again")
+    fields = read_model_json(file)
     sizes = f"{fields.get('num_hidden_layers')} layers of {fields.get('hidden_size')}"
     return f"{(fields.get('architectures') or ['?'])[0]} in {where}: {sizes}"
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from polyturn.core.errors import CheckpointError, ConfigError, one_line
 from polyturn.engines.routers import beside_experts
 from polyturn.engines.weights.folder import let_others_read
+from polyturn.infra.model_json import read_model_json
 from polyturn.training.options import LoraSettings
 from polyturn.training.shards import Names, require_same_shapes, whole_tensor
 
@@ -231,13 +232,9 @@ def require_same_settings(folder: Path, *, rank: int, alpha: float) -> None:
     """Raise if the adapter in `folder` has another scale, which the shapes of its tensors do not show.
 
     Raises:
-        CheckpointError: rank or alpha differ.
+        CheckpointError: rank or alpha differ, or the adapter's settings are damaged.
     """
-    file = folder / CONFIG_FILE
-    try:
-        saved = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as problem:
-        raise CheckpointError(f"the adapter's settings {file} cannot be read ({one_line(problem)})") from problem
+    saved = read_model_json(folder / CONFIG_FILE)
     own: dict[str, Any] = {"r": rank, "lora_alpha": alpha, "use_rslora": False, "use_dora": False}
     if not saved.get("target_parameters"):  # peft scales the parts of stacked experts itself, by a pattern
         own["alpha_pattern"] = {}

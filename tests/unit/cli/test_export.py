@@ -67,6 +67,11 @@ def test_model_with_damaged_weights_is_not_exported(tmp_path: Path) -> None:
     refused = call_command(main, "export", model.parent, "-o", tmp_path / "other")
     assert refused.code == 2 and "model.safetensors cannot be read (SafetensorError" in refused.err
     assert not (tmp_path / "other").exists()
+    (model / "model.safetensors").write_bytes(whole)
+    (model / "model.safetensors.index.json").write_text("{")
+    refused = call_command(main, "export", model.parent, "-o", tmp_path / "other", "--dtype", "float16")
+    assert refused.code == 2 and "model.safetensors.index.json cannot be read" in refused.err
+    (model / "model.safetensors.index.json").unlink()
     (model / "model.safetensors").rename(model / "pytorch_model.bin")
     refused = call_command(main, "export", model.parent, "-o", tmp_path / "other", "--dtype", "float16")
     assert refused.code == 2 and "--dtype converts only safetensors" in refused.err
