@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import datetime
-from contextlib import suppress
+import logging
 from pathlib import Path
 
 from rich.table import Table
 
 from polyturn.cli.console import Output, command
-from polyturn.core.errors import PolyturnError
+from polyturn.core.errors import PolyturnError, one_line
 from polyturn.store.run_folders import find_runs, written_at
 from polyturn.store.stored_run import StoredRun
 from polyturn.tracking.jsonl import read_metrics
+
+logger = logging.getLogger(__name__)
 
 
 def run(folder: Path, *, limit: int | None = None) -> None:
@@ -23,8 +25,12 @@ def run(folder: Path, *, limit: int | None = None) -> None:
     """
     table = Table("run", "step", "success", "reward", "trajectories", "failed", "last written", box=None, pad_edge=False)
     for path in find_runs([folder])[:limit]:
-        with suppress(FileNotFoundError):  # the run has been deleted since it was listed
+        try:
             table.add_row(path.name, *_row(path))
+        except FileNotFoundError:  # the run has been deleted since it was listed
+            continue
+        except OSError as problem:
+            logger.warning("%s is not shown: it cannot be read (%s)", path, one_line(problem))
     out = Output()
     out.table(table)
     out.text(f"look at them: {command('view', folder)}")

@@ -2,8 +2,8 @@
 
     main(["train", "config.yaml"])  ->  cli/train.py, imported only now: main
 
-Errors of the library, a full disk or a closed output become one sentence on stderr and exit code 2. Other exceptions are
-bugs and show their traceback.
+Errors of the library, a full disk, a missing permission or a closed output become one sentence on stderr and exit code 2.
+Other exceptions are bugs and show their traceback.
 """
 
 from __future__ import annotations
@@ -151,7 +151,8 @@ def log_level(environ: Mapping[str, str]) -> str:
 
 
 def guarded(run: Callable[[], object]) -> None:
-    """Call `run`; an error of the library, a full disk or a closed output becomes one sentence on stderr and exit code 2."""
+    """Call `run`; an error of the library, a full disk, a missing permission or a closed output becomes one sentence on
+    stderr and exit code 2."""
     try:
         run()
     except PolyturnError as problem:
@@ -159,6 +160,8 @@ def guarded(run: Callable[[], object]) -> None:
         is_named = at.rpartition(", ")[2].rstrip(")") in str(problem)  # "line 12"
         _refuse(str(problem) if is_named else f"{problem}{at}")
     except OSError as problem:
+        if isinstance(problem, PermissionError) and problem.filename is not None:
+            _refuse(f"this user may not use {str(problem.filename)!r} ({problem.strerror}); change its permissions")
         if problem.errno not in _FULL:
             raise
         _refuse(f"the disk is full ({problem}); free some space")

@@ -91,7 +91,7 @@ def main(
 
 def _holds_runs(folder: Path) -> bool:
     try:
-        return find_runs([folder]) != [folder]
+        return find_runs([folder], warns=False) != [folder]
     except DataError:
         return False
 

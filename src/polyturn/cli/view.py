@@ -69,7 +69,7 @@ def main(
 
     def appeared() -> list[RunView]:
         try:
-            new = [folder for folder in find_runs(folders) if folder not in known]
+            new = [folder for folder in find_runs(folders, warns=False) if folder not in known]
         except DataError:  # a folder that no longer exists has no new runs
             return []
         known.update(new)

@@ -5,11 +5,14 @@ runs/quickstart/     has metrics.jsonl, trajectories/, or a config.yaml written 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 from polyturn.core.errors import DataError
 from polyturn.infra.contained import contained
+
+logger = logging.getLogger(__name__)
 
 RESOLVED_HEAD = (
     "# Everything this run used, defaults included. ${oc.env:...} is read from the environment and never written.\n"
@@ -17,11 +20,16 @@ RESOLVED_HEAD = (
 """The first line of a configuration written by a run; a user's configuration does not have it."""
 
 
-def find_runs(folders: Sequence[Path]) -> list[Path]:
+def find_runs(folders: Sequence[Path], *, warns: bool = True) -> list[Path]:
     """Return the folders that are runs, and the runs inside each other folder, newest first.
+
+    Args:
+        folders: Folders of runs, or that contain runs.
+        warns: Whether to log a warning for each folder inside them that this user may not read.
 
     Raises:
         DataError: a folder does not exist, or is neither a run nor contains one.
+        PermissionError: this user may not read one of `folders`.
     """
     runs: list[Path] = []
     for folder in folders:
@@ -30,7 +38,7 @@ def find_runs(folders: Sequence[Path]) -> list[Path]:
         if _is_run(folder):
             runs.append(folder)
             continue
-        inside = _runs_in(folder) or (_runs_in(folder / "runs") if (folder / "runs").is_dir() else [])
+        inside = _runs_in(folder, warns) or (_runs_in(folder / "runs", warns) if (folder / "runs").is_dir() else [])
         if not inside:
             raise DataError(
                 f"there is no run in {str(folder)!r}: a run's folder has metrics.jsonl, trajectories/ or a config.yaml "
@@ -40,8 +48,16 @@ def find_runs(folders: Sequence[Path]) -> list[Path]:
     return list(dict.fromkeys(runs))
 
 
-def _runs_in(folder: Path) -> list[Path]:
-    return sorted((p for p in folder.iterdir() if p.is_dir() and _is_run(p)), key=written_at, reverse=True)
+def _runs_in(folder: Path, warns: bool) -> list[Path]:
+    runs = []
+    for path in folder.iterdir():
+        try:
+            if path.is_dir() and _is_run(path):
+                runs.append(path)
+        except PermissionError as problem:
+            if warns:
+                logger.warning("%s is not shown: it cannot be read (%s)", path, problem.strerror)
+    return sorted(runs, key=written_at, reverse=True)
 
 
 def written_at(path: Path) -> float:
