@@ -29,7 +29,7 @@ from polyturn.core.errors import CheckpointError, ConfigError, one_line
 from polyturn.infra.model_json import read_model_json
 from polyturn.infra.yaml_file import read_yaml
 from polyturn.tokens.codec import load_codec
-from polyturn.training.checkpoint import MODEL, Checkpoints
+from polyturn.training.checkpoint import MODEL, STATE, Checkpoints
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -64,6 +64,8 @@ def main(
     hub = None if push_to is None else _sign_in(push_to)
     is_whole = (model / "config.json").is_file()
     if is_whole:
+        if config is not None:
+            raise ConfigError(f"--config names an adapter's base model, and {model} is a whole model; remove --config")
         for file in (model / "config.json", *model.glob("*.index.json")):
             read_model_json(file)
         _require_weights(model)
@@ -89,7 +91,7 @@ def main(
         shutil.rmtree(draft, ignore_errors=True)
     console = Output()
     console.fact("model", f"{out} ({_dtype_of(out) or 'of several dtypes'})")
-    console.fact("from", model.parent if model.name == MODEL else model)
+    console.fact("from", model.parent if (model.parent / STATE).is_file() else model)
     best = Checkpoints(source / "checkpoints").best()
     if best is not None and (best / MODEL).is_dir() and best / MODEL != model:
         console.fact("best", f"another checkpoint did better in evaluation: {command('export', best, '-o', f'{out}-best')}")

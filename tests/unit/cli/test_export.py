@@ -61,7 +61,8 @@ def test_model_with_damaged_weights_is_not_exported(tmp_path: Path) -> None:
     assert refused.code == 2 and f"there are no weights in {model}" in refused.err
     save_file({"w": torch.zeros(8)}, model / "model.safetensors")
     (tmp_path / "config.yaml").write_text("model: one of another program\n")
-    assert call_command(main, "export", model.parent, "-o", out).code == 0
+    exported = call_command(main, "export", model, "-o", out)
+    assert exported.code == 0 and f" {model}/\n" in exported.out, "it is no checkpoint, although its folder is called model"
     whole = (out / "model.safetensors").read_bytes()
     (model / "model.safetensors").write_bytes(whole[:-4])
     refused = call_command(main, "export", model.parent, "-o", tmp_path / "other")
@@ -103,6 +104,11 @@ def test_export_keeps_the_dtype_of_the_model_it_started_from(run: Path, tmp_path
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
     assert call_command(main, "export", run, "-o", tmp_path / "wide", "--dtype", "float32").code == 0
     assert kinds(tmp_path / "wide") == {torch.float32}
+
+
+def test_config_of_an_adapter_is_refused_for_a_whole_model(run: Path, tmp_path: Path) -> None:
+    refused = call_command(main, "export", run, "-o", tmp_path / "out", "--config", run / "config.yaml")
+    assert refused.code == 2 and "--config" in refused.err and not (tmp_path / "out").exists()
 
 
 def test_export_fills_the_empty_working_directory(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
