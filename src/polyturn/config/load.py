@@ -239,10 +239,14 @@ def _read_chain(path: Path, above: tuple[Path, ...]) -> Iterator[tuple[Path, dic
 
 
 def _read(path: Path) -> dict[str, Any]:
+    if path.is_dir():
+        inside = [str(p) for p in sorted(path.iterdir()) if p.suffix in (".yaml", ".yml")][:3]
+        hint = f"; give {' or '.join(map(repr, inside))}" if inside else ", and there is no YAML file in it"
+        raise ConfigError(f"the config {str(path)!r} is a folder, not a config file{hint}")
     if not path.is_file():
         near = [p.name for p in path.parent.iterdir() if p.suffix in (".yaml", ".yml")] if path.parent.is_dir() else []
-        what = "is a folder, not a config file" if path.is_dir() else "does not exist"
-        raise ConfigError(f"the config {str(path)!r} {what}.{did_you_mean(path.name, near) if near else ' Check the path.'}")
+        hint = did_you_mean(path.name, near) if near else " Check the path."
+        raise ConfigError(f"the config {str(path)!r} does not exist.{hint}")
     return read_yaml(path)
 
 

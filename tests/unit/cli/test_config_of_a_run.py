@@ -38,3 +38,4 @@ def test_folder_without_a_run_is_not_a_config(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("name: of a person\n")
     called = call_command(main, "train", tmp_path)
     assert called.code != 0 and "is a folder, not a config file" in called.err
+    assert str(tmp_path / "config.yaml") in called.err

@@ -53,7 +53,7 @@ def compose_file(path: Path, overrides: Sequence[str] = ()) -> Composed:
         ConfigError: a file is missing or damaged, or an override cannot be read.
     """
     if not path.is_file():
-        near = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        near = [p.name for p in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
         raise ConfigError(
             f"the config {str(path)!r} does not exist.{did_you_mean(path.name, near) if near else ' Check the path.'}"
         )
