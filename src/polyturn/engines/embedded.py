@@ -166,7 +166,8 @@ class EmbeddedEngine:
         self._accepts.check(request, live=self._requests, is_closed=self._is_closed)
         seed = request.sampling.seed
         uniform = random.Random(self._seeds.getrandbits(64) if seed is None else seed)
-        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Completion] = loop.create_future()
         running = SlotRequest(
             request=request,
             future=future,
@@ -180,9 +181,13 @@ class EmbeddedEngine:
             self._arrival.set_result(None)
         if self._pump_task is None or self._pump_task.done():
             self._pump_task = asyncio.create_task(self._pump(), name="polyturn-embedded-engine")
+        # A frozen engine takes no steps, before which late requests are dropped.
+        late = None if request.deadline is None else loop.call_at(request.deadline, self._drop_late)
         try:
             return await future
         finally:
+            if late is not None:
+                late.cancel()
             if self._requests.get(request.request_id) is running:  # cancelled
                 self._drop(running)
 
@@ -307,7 +312,7 @@ class EmbeddedEngine:
 
     def _drop_late(self) -> None:
         now = asyncio.get_running_loop().time()
-        for running in [r for r in self._waiting if r.request.deadline is not None and r.request.deadline < now]:
+        for running in [r for r in self._waiting if r.request.deadline is not None and r.request.deadline <= now]:
             self._waiting.remove(running)
             self._deliver(running, nothing(self.version))
 

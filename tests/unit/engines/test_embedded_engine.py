@@ -245,6 +245,17 @@ async def test_frozen_engine_aborts_and_closes():
         await waiting
 
 
+async def test_frozen_engine_drops_a_late_request():
+    engine = EmbeddedEngine(make_model(), num_slots=4)
+    engine.freeze()
+    soon = asyncio.get_running_loop().time() + 0.05
+    request = GenerateRequest(request_id="late", session_id="late", prompt_ids=[1], deadline=soon)
+    async with asyncio.timeout(60):
+        answer = await engine.generate(request)
+    assert (answer.finish_reason, len(answer.token_ids)) == (FinishReason.ABORT, 0)
+    await engine.close()
+
+
 # -- the cache between turns -----------------------------------------------------------------------------------------
 
 
