@@ -50,7 +50,7 @@ class UpdateGate(EngineWrapper):
         parts: list[Completion] = []
         self._live[request.request_id] = False
         try:
-            while await self._opened(request.request_id):
+            while await self._opened(request):
                 parts.append(await self._sample(continued(request, parts)))
                 is_cut = parts[-1].finish_reason is FinishReason.ABORT and not self._live[request.request_id]
                 # `wait` never aborts, so the engine itself cut this request.
@@ -72,11 +72,15 @@ class UpdateGate(EngineWrapper):
         async with self.closed():
             await self.engine.update_weights(version, weights=weights)
 
-    async def _opened(self, request_id: str) -> bool:
-        """Wait until requests may run; return False if the caller requests the end of this one before."""
-        while not (self._is_open or self._live[request_id]):  # it may close again before the waiting requests run
-            await self._news.wait()
-        return not self._live[request_id]
+    async def _opened(self, request: GenerateRequest) -> bool:
+        """Wait until requests may run; return False if the caller requests the end of this one, or it is late, before."""
+        while not (self._is_open or self._live[request.request_id]):  # it may close again before the waiting requests run
+            try:
+                async with asyncio.timeout_at(request.deadline):
+                    await self._news.wait()
+            except TimeoutError:
+                return False
+        return not self._live[request.request_id]
 
     async def _sample(self, request: GenerateRequest) -> Completion:
         self._sampling.add(request.request_id)

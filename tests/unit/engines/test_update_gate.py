@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import pytest
 
@@ -33,6 +34,15 @@ async def test_abort_ends_a_request_that_is_held_back(mode: UpdateMode) -> None:
         assert done and ended.result().finish_reason is FinishReason.ABORT
         assert not kept.done()
     assert (len(ended.result().token_ids), len((await kept).token_ids), engine.served) == (0, 100, ["kept"])
+
+
+@pytest.mark.parametrize("mode", ["wait", "abort_resume"])
+@virtual
+async def test_late_request_is_not_held_back(mode: UpdateMode) -> None:
+    gate, engine = gate_and_engine(mode)
+    async with gate.closed(), asyncio.timeout(60):
+        late = await gate.generate(dataclasses.replace(ask("late"), deadline=asyncio.get_running_loop().time() + 5))
+    assert (late.finish_reason, len(late.token_ids), engine.served) == (FinishReason.ABORT, 0, [])
 
 
 @virtual
