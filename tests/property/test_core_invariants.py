@@ -197,7 +197,7 @@ def samples(draw: st.DrawFn) -> TrainSample:
 
 
 groups = st.builds(TrajectoryGroup, id=name, task=tasks, trajectories=tuples(trajectories, 1))
-capabilities = st.builds(EngineCapabilities, pause_modes=tuples(name), max_context=st.none() | st.integers(1, 9))
+capabilities = st.builds(EngineCapabilities, max_context=st.none() | st.integers(1, 9))
 metrics = st.builds(Mean, st.floats(), st.floats()) | st.builds(Sum, st.floats()) | st.builds(Max, st.floats())
 
 CORE_TYPES = {

@@ -29,7 +29,6 @@ class EngineCapabilities:
     logprobs: bool = False
     """Whether it returns logprobs as defined in `core/generation.py`, which training needs."""
     media: bool = False
-    pause_modes: tuple[str, ...] = ()
     max_context: int | None = None
     """The longest prompt plus completion, in tokens; None if unknown."""
     shares_weights: bool = False

@@ -263,7 +263,6 @@ def common_capabilities(each: Sequence[EngineCapabilities]) -> EngineCapabilitie
         seeded=all(one.seeded for one in each),
         logprobs=all(one.logprobs for one in each),
         media=all(one.media for one in each),
-        pause_modes=tuple(mode for mode in each[0].pause_modes if all(mode in one.pause_modes for one in each)),
         max_context=min(contexts, default=None),
         shares_weights=all(one.shares_weights for one in each),
         routes=all(one.routes for one in each),

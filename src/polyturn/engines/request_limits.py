@@ -75,7 +75,6 @@ class RequestLimits:
             seeded=True,
             logprobs=True,
             media=self.takes_media,
-            pause_modes=("keep",),
             max_context=self.max_context,
             shares_weights=True,
             routes=self.routes,

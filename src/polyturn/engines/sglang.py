@@ -57,7 +57,6 @@ class SglangEngine(RemoteEngine):
             seeded=self._facts is not None and self._facts.seeded,
             logprobs=True,
             media=self._media.is_there,
-            pause_modes=("abort", "in_place", "retract"),
             max_context=self._context,
             routes=self._routes.are_wanted,
         )

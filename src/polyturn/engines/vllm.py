@@ -56,7 +56,6 @@ class VllmEngine(RemoteEngine):
             seeded=True,
             logprobs=True,
             media=self._media.is_there,
-            pause_modes=("abort", "wait", "keep"),
             max_context=self._context,
             routes=self._routes.are_wanted,
             support=True,
