@@ -13,7 +13,7 @@ import asyncio
 import random
 from collections.abc import Sequence
 
-from polyturn.core.errors import EngineLostError
+from polyturn.core.errors import EngineError, EngineLostError
 from polyturn.engines.base import MeanOverTime
 from polyturn.engines.replica import FIRST_RETRY_S, PooledRequest, Replica, reasons
 
@@ -47,6 +47,7 @@ class Admission:
 
         Raises:
             EngineLostError: no server came back in time.
+            EngineError: the pool was closed.
         """
         self._waiting[waiting] = None
         self.queue.set(len(self._waiting))
@@ -110,9 +111,14 @@ class Admission:
         self._replicas = random.SystemRandom().sample(self._replicas, len(self._replicas))
 
     def close(self) -> None:
-        """Stop the timer."""
+        """Stop the timer, and fail the requests that wait."""
         if self._timer is not None:
             self._timer.cancel()
+        for waiting in list(self._waiting):
+            self._leave(waiting)
+            if not waiting.assigned.done():
+                problem = f"the pool was closed while request {waiting.request.request_id!r} waited for a server"
+                waiting.assigned.set_exception(EngineError(problem))
 
     def _leave(self, waiting: PooledRequest) -> None:
         self._waiting.pop(waiting, None)

@@ -177,8 +177,6 @@ class EnginePool(BaseEngine):
             EngineLostError: the request was lost too often, or no server came back in time.
             EngineError: a server refused the request.
         """
-        if self._is_closed:
-            raise EngineError(f"request {request.request_id!r} came after the pool was closed")
         if request.request_id in self._live:
             raise EngineError(f"request id {request.request_id!r} is in use")
         loop = asyncio.get_running_loop()
@@ -186,6 +184,8 @@ class EnginePool(BaseEngine):
         try:
             with self.busy.running():
                 while len(problems) < self._max_tries:
+                    if self._is_closed:
+                        raise EngineError(f"request {request.request_id!r} needs a server after the pool was closed")
                     waiting = self._live[request.request_id] = PooledRequest(request, loop.time(), loop.create_future())
                     replica = await self.admission.place(waiting)
                     if replica is None:
@@ -350,15 +350,16 @@ class EnginePool(BaseEngine):
                     self._down(replica, problem)
 
     async def close(self) -> None:
-        """Close all servers."""
+        """Fail waiting requests, and close all servers, also if closing one of them fails."""
         self._is_closed = True
         self.admission.close()
         await self._cancel_recoveries()
-        async with asyncio.TaskGroup() as tasks:
-            for replica in self.replicas:
-                tasks.create_task(replica.engine.close())
+        ends = await asyncio.gather(*(replica.engine.close() for replica in self.replicas), return_exceptions=True)
         if self._files is not None:
             self._files.close()
+        for problem in ends:
+            if problem is not None:
+                raise problem
 
     async def _cancel_recoveries(self) -> None:
         recoveries = [replica.recovery for replica in self.replicas if replica.recovery is not None]

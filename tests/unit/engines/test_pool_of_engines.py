@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from polyturn.core.errors import EngineError
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest, SamplingParams
 from polyturn.engines.pool import EnginePool
 from polyturn.engines.remote import EngineLostError
 from polyturn.engines.replica import PooledRequest, Replica
 from support.parts import virtual
 from support.refusals import refuses_later
-from support.timed_engine import TimedEngine
+from support.timed_engine import RestartableEngine, TimedEngine
 from support.virtual_time import run_virtual
 
 
@@ -191,6 +192,37 @@ async def test_aborted_request_of_a_lost_server_is_not_repeated() -> None:
     completion = await asked
     assert (completion.finish_reason, len(completion.token_ids)) == (FinishReason.ABORT, 0)
     assert engines[1].served == []
+
+
+@virtual
+async def test_close_fails_requests_that_wait_for_a_lost_server() -> None:
+    engine = RestartableEngine(dead_s=1e6)
+    pool = EnginePool([engine], slots=1, patience_s=1e6)
+    running, waiting = (asyncio.create_task(pool.generate(ask(f"g/{i}"))) for i in range(2))
+    await asyncio.sleep(0.1)
+    engine.fail()
+    await asyncio.sleep(0.1)
+    await pool.close()
+    async with asyncio.timeout(60):
+        for task in (running, waiting):
+            await refuses_later(lambda task=task: task, EngineError, "pool was closed")  # type: ignore[misc]
+
+
+@virtual
+async def test_failed_close_of_a_server_leaves_none_open() -> None:
+    class Broken(TimedEngine):
+        async def close(self) -> None:
+            raise EngineError("no cluster")
+
+    class Slow(TimedEngine):
+        async def close(self) -> None:
+            await asyncio.sleep(20)
+            await super().close()
+
+    slow = Slow(plan=lambda request: 1)
+    pool = EnginePool([Broken(plan=lambda request: 1), slow])
+    await refuses_later(pool.close, EngineError, "no cluster")
+    await refuses_later(lambda: slow.generate(ask("g/0")), EngineLostError, "cannot be reached")
 
 
 @virtual
