@@ -5,8 +5,8 @@
     await server.stop()
 
 A server runs in a separate session, so that stopping it reaches exactly the processes that it started. If the kernel
-supports it, the server ends whenever this process dies. Shared memory left by killed processes is removed. If a server does
-not come up, the error contains the last lines of its log.
+supports it, the server ends whenever this process dies. Shared memory left by killed processes is removed, and so is the
+folder for the server's temporary files. If a server does not come up, the error contains the last lines of its log.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
@@ -30,6 +31,9 @@ logger = logging.getLogger(__name__)
 
 _FOLDER = Path("/dev/shm")
 """Folder of shared memory."""
+_MAX_TEMP_PATH = 107 - 37
+"""Largest length of a server's temporary folder, in bytes: the system limits the path of a socket to 107, and vLLM names its
+sockets by UUIDs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +50,7 @@ class LaunchSpec:
     stop_timeout_s: float = 20.0
     """Seconds to wait for the server to end before killing it."""
     log: Path | None = None
-    """File for its output; None uses a temporary file, which is removed on stop."""
+    """File for its output; None uses a file in the server's temporary folder, which is removed on stop."""
 
 
 class RunningServer(Protocol):
@@ -78,10 +82,13 @@ StartServer = Callable[[LaunchSpec], Awaitable[RunningServer]]
 class Server:
     """A server started by this process."""
 
-    def __init__(self, spec: LaunchSpec, process: ManagedProcess, *, url: str, log: Path, memory: SessionMemory) -> None:
+    def __init__(
+        self, spec: LaunchSpec, process: ManagedProcess, *, url: str, log: Path, folder: Path, memory: SessionMemory
+    ) -> None:
         self.spec = spec
         self.url = url
         self.log = log
+        self._folder = folder
         self._process = process
         self._memory = memory
 
@@ -94,22 +101,21 @@ class Server:
                 lines.
         """
         port = free_port(host)
-        log = spec.log
-        if log is None:
-            handle, name = tempfile.mkstemp(prefix="polyturn-server-", suffix=".log")
-            os.close(handle)
-            log = Path(name)
+        folder = _temporary_folder()
+        log = spec.log or folder / "server.log"
         command = [part.replace("{host}", host).replace("{port}", str(port)) for part in spec.command]
         memory = SessionMemory()
         try:
             log.parent.mkdir(parents=True, exist_ok=True)
-            process = ManagedProcess(command, env={**os.environ, **spec.env}, log=log)
+            # Compiled kernels are kept for the next start.
+            kernels = {"TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"}
+            environ = {**kernels, **os.environ, "TMPDIR": str(folder), **spec.env}
+            process = ManagedProcess(command, env=environ, log=log)
         except OSError as problem:
-            if spec.log is None:
-                log.unlink()
+            shutil.rmtree(folder)
             raise EngineError(f"the server {spec.command[0]!r} cannot be started ({one_line(problem)})") from problem
         at = f"[{host}]" if ":" in host else host
-        server = cls(spec, process, url=f"http://{at}:{port}", log=log, memory=memory)
+        server = cls(spec, process, url=f"http://{at}:{port}", log=log, folder=folder, memory=memory)
         try:
             await server._wait_until_ready()
         except BaseException:
@@ -154,8 +160,7 @@ class Server:
         self._process.close()
         if removed := self._memory.remove_unheld():
             logger.info("removed shared memory left by the server %d: %s", self.pid, ", ".join(removed))
-        if self.spec.log is None:
-            self.log.unlink(missing_ok=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _wait_until_ready(self) -> None:
         client, deadline = JsonClient(timeout_s=5), time.monotonic() + self.spec.ready_timeout_s
@@ -178,6 +183,15 @@ class Server:
             f"the server {self.spec.command[0]!r} was not ready after {self.spec.ready_timeout_s:.0f} s; raise "
             f"engine.launch.ready_timeout_s, or see its last lines:\n{self.tail()}"
         )
+
+
+def _temporary_folder() -> Path:
+    """Make a folder for a server's temporary files, which it may leave behind: for example, vLLM's sockets."""
+    folder = tempfile.mkdtemp(prefix="polyturn-")
+    if len(os.fsencode(folder)) > _MAX_TEMP_PATH:
+        os.rmdir(folder)
+        folder = tempfile.mkdtemp(prefix="polyturn-", dir="/tmp")
+    return Path(folder)
 
 
 class SessionMemory:

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -68,6 +69,28 @@ async def test_missing_program_is_named_and_leaves_no_log(tmp_path, monkeypatch)
     missing = LaunchSpec(command=("/no/such/python", "-m", "x"), ready_timeout_s=10)
     await refuses_later(lambda: Server.start(missing), EngineError, "/no/such/python")
     assert list(tmp_path.iterdir()) == []
+
+
+SERVE_WITH_SOCKET = ALONE.replace(
+    'print("serving", flush=True)',
+    "import os, socket, tempfile, uuid\n"
+    "path = os.path.join(tempfile.gettempdir(), str(uuid.uuid4()))\n"
+    "socket.socket(socket.AF_UNIX).bind(path)\n"
+    "print(path, flush=True)",
+)
+
+
+@pytest.mark.parametrize("is_long", [False, True])
+async def test_stop_removes_temporary_files_of_a_killed_server(is_long, tmp_path, monkeypatch):
+    if is_long:  # too long for the path of a socket
+        os.mkdir(folder := f"{tmp_path}/{60 * 't'}")
+        monkeypatch.setattr("tempfile.tempdir", folder)
+    server = await Server.start(spec(SERVE_WITH_SOCKET))
+    path = Path(server.tail())
+    assert stat.S_ISSOCK(os.stat(path).st_mode) and path.parent.name.startswith("polyturn-")
+    signal_session(server.pid, signal.SIGKILL)
+    await server.stop()
+    assert not os.access(path.parent, os.F_OK)
 
 
 async def test_server_that_ignores_sigterm_is_killed():
