@@ -1,6 +1,6 @@
 """PendingRequest: a request to a server, until it is answered, ended by its caller, past its deadline, or given up.
 
-    pending = PendingRequest(url, abort=…, abort_later=…, busy_limit_s=60)
+    pending = PendingRequest(lambda: url, abort=…, abort_later=…, busy_limit_s=60)
     reply = await pending.run(post, deadline=…)     the server's JSON; None if it ended before the server accepted it
     pending.end()                                   from the caller: return the tokens so far
     pending.give_up(EngineLostError(…))             when the server is lost
@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from polyturn.core.errors import EngineBusyError, EngineLostError
+from polyturn.core.errors import EngineBusyError, EngineError, EngineLostError
 
 _ABORT_GRACE_S = 10.0
 _FIRST_ABORT_PAUSE_S, _LAST_ABORT_PAUSE_S = 0.005, 0.5
@@ -27,7 +27,7 @@ class PendingRequest:
 
     def __init__(
         self,
-        where: str,
+        where: Callable[[], str],
         *,
         abort: Callable[[str], Awaitable[None]],
         abort_later: Callable[[str], None],
@@ -36,7 +36,7 @@ class PendingRequest:
         """Prepare a request.
 
         Args:
-            where: The server's name in messages.
+            where: Returns the server's name in messages.
             abort: Makes the server end the request with an id.
             abort_later: The same without waiting.
             busy_limit_s: Seconds for which it is repeated to a server that is full.
@@ -49,7 +49,7 @@ class PendingRequest:
         self._sent: asyncio.Task[Any] | None = None
         self._is_refused = False
         """Whether the server has refused the request because it is full, so that there is nothing to abort."""
-        self._problem: EngineLostError | None = None
+        self._problem: EngineError | None = None
         self.is_ended = False
         """Whether the caller has requested the end."""
         self._wake: asyncio.Future[None] | None = None
@@ -61,22 +61,38 @@ class PendingRequest:
         self.is_ended = True
         self._awaken()
 
-    def give_up(self, problem: EngineLostError) -> None:
+    def give_up(self, problem: EngineError) -> None:
         """Make the waiting call raise `problem`."""
         self._problem = problem
-        if self._sent is not None:
-            self._sent.cancel()
+        if self._sent is None or not self._sent.cancel():
+            self._awaken()
+
+    async def done(self, work: Coroutine[Any, Any, Any], *, deadline: float | None) -> bool:
+        """Wait for `work`; cancel it and return False if the caller requests the end, or the deadline passes, before.
+
+        Raises:
+            EngineError: the request is given up, or `work` raised.
+        """
+        task = asyncio.create_task(work)
+        try:
+            await self._first(task, deadline)
+            if task.done():
+                await task
+            if self._problem is not None:
+                raise self._problem
+            return task.done()
+        finally:
+            task.cancel()
 
     async def opened(self, is_open: asyncio.Event, *, deadline: float | None) -> bool:
-        """Wait for `is_open`; return False if the caller requests the end, or the deadline passes, before."""
+        """Wait for `is_open`; return False if the caller requests the end, or the deadline passes, before.
+
+        Raises:
+            EngineError: the request is given up.
+        """
         while not is_open.is_set():
-            if self.is_ended or (deadline is not None and asyncio.get_running_loop().time() >= deadline):
+            if not await self.done(is_open.wait(), deadline=deadline):
                 return False
-            opening = asyncio.create_task(is_open.wait())
-            try:
-                await self._first(opening, deadline)
-            finally:
-                opening.cancel()
         return True
 
     async def run(self, post: Callable[[str], Awaitable[Any]], *, deadline: float | None) -> Any:
@@ -88,9 +104,11 @@ class PendingRequest:
 
         Raises:
             EngineLostError: there was no answer.
-            EngineError: the server refused the request.
+            EngineError: the server refused the request, or it was given up.
         """
-        self._id, self._problem = uuid.uuid4().hex, None
+        if self._problem is not None:
+            raise self._problem
+        self._id = uuid.uuid4().hex
         self._sent = asyncio.create_task(self._send(post))
         try:
             return await self._within(self._sent, deadline)
@@ -132,15 +150,16 @@ class PendingRequest:
                 return None
             if loop.time() > grace:
                 sent.cancel()
-                raise EngineLostError(f"{self._where} did not end a request within {_ABORT_GRACE_S:.0f} s of its abort")
+                raise EngineLostError(f"{self._where()} did not end a request within {_ABORT_GRACE_S:.0f} s of its abort")
             await self._abort(self._id)
             await asyncio.wait({sent}, timeout=pause)
             pause = min(2 * pause, _LAST_ABORT_PAUSE_S)
         return await sent
 
     async def _first(self, task: asyncio.Task[Any], deadline: float | None) -> None:
-        """Return once `task` is done, the caller has requested the end, or the deadline has passed."""
-        if self.is_ended:
+        """Return once `task` is done, the caller has requested the end, the deadline has passed, or the request is given
+        up."""
+        if self.is_ended or self._problem is not None:
             return
         loop = asyncio.get_running_loop()
         self._wake = loop.create_future()

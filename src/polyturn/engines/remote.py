@@ -23,7 +23,7 @@ import logging
 import time
 import uuid
 from collections import deque
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Container, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -136,7 +136,8 @@ class RemoteEngine(ServerDialect, BaseEngine):
         self.supervisor = supervisor
         """The supervisor of the server; None for a server that the run did not start."""
         self._facts: ServerFacts | None = None
-        self._meeting = asyncio.Lock()
+        self._meeting: asyncio.Task[None] | None = None
+        """Starts the server and gets its facts. The end of a request that waits for it does not stop it."""
         self._silent_since: float | None = None
         """Time of `time.monotonic`, in seconds, since which a lost server has not answered, or since its start."""
         self._adapter: ServedAdapter | None = None
@@ -194,34 +195,18 @@ class RemoteEngine(ServerDialect, BaseEngine):
             EngineLostError: the server could not be reached, failed, ended the connection, hangs or took too long.
             EngineError: the request cannot work, or the server refused it.
         """
-        self._check(request)
-        if self._facts is None:
-            await self._met()
-            self._check(request)  # now also against the server's limits
+        self._check(request, live=self._live)
         pending = self._live[request.request_id] = PendingRequest(
-            self.url, abort=self._abort_quietly, abort_later=self._abort_later, busy_limit_s=self._busy_limit_s
+            lambda: self.url, abort=self._abort_quietly, abort_later=self._abort_later, busy_limit_s=self._busy_limit_s
         )
-        if self._watch is None:
-            self._watch = self._background(self._watch_health())
-        parts: list[Completion] = []
         try:
+            if self._facts is None:
+                if not await pending.done(self._met(), deadline=request.deadline):
+                    return nothing(self.version)
+                self._check(request)  # now also against the server's limits
             with self.busy.running():
-                async with self._slots:
-                    while True:
-                        if not await pending.opened(self._is_open, deadline=request.deadline):
-                            return joined([*parts, nothing(self.version)])
-                        updates = self._updates
-                        parts.append(await self._ask(request, parts, pending))
-                        if cut := before_banned(request, parts):
-                            parts[-1] = cut
-                            continue
-                        is_late = request.deadline is not None and asyncio.get_running_loop().time() >= request.deadline
-                        was_cut = parts[-1].finish_reason is FinishReason.ABORT and not pending.is_ended and not is_late
-                        # Only an update cuts a request that its caller did not end; a follower may hear of the update later.
-                        if not was_cut or (self._updates == updates and not self._follows):
-                            return joined(parts)
-                        if len(parts) >= _MAX_VAIN and not any(len(part.token_ids) for part in parts[-_MAX_VAIN:]):
-                            raise EngineLostError(f"{self.url} cut {request.request_id!r} {_MAX_VAIN} times in a row")
+                async with self._slot(pending, request) as has_slot:
+                    return await self._sample(request, pending) if has_slot else nothing(self.version)
         finally:
             self.num_busy += pending.num_busy
             del self._live[request.request_id]
@@ -473,20 +458,25 @@ class RemoteEngine(ServerDialect, BaseEngine):
 
     async def _met(self) -> None:
         """Start the server if needed, and get its facts; only once."""
-        if self._facts is not None:
-            return
-        async with self._meeting:
-            if self._facts is None:
-                if self.supervisor is not None:
-                    self._link.url = (await self.supervisor.start()).url
-                try:
-                    self._facts = await self._describe()
-                except _UNREADABLE as problem:
-                    raise EngineError(
-                        f"the server at {self.url} does not describe itself as {self.name} {self.tested_version} does "
-                        f"({one_line(problem)}); check the address and engine.kind, or install that version there"
-                    ) from problem
-                self._warn_of_version(self._facts.version)
+        if self._facts is None:
+            if self._meeting is None:
+                self._meeting = self._background(self._meet())
+            await asyncio.shield(self._meeting)
+
+    async def _meet(self) -> None:
+        try:
+            if self.supervisor is not None:
+                self._link.url = (await self.supervisor.start()).url
+            try:
+                self._facts = await self._describe()
+            except _UNREADABLE as problem:
+                raise EngineError(
+                    f"the server at {self.url} does not describe itself as {self.name} {self.tested_version} does "
+                    f"({one_line(problem)}); check the address and engine.kind, or install that version there"
+                ) from problem
+            self._warn_of_version(self._facts.version)
+        finally:
+            self._meeting = None
 
     def _warn_of_version(self, version: str) -> None:
         if self._follows:
@@ -537,6 +527,42 @@ class RemoteEngine(ServerDialect, BaseEngine):
 
     # One request.
 
+    @contextlib.asynccontextmanager
+    async def _slot(self, pending: PendingRequest, request: GenerateRequest) -> AsyncIterator[bool]:
+        """Wait for a slot, and hold it inside the block; false if the caller ends the request, or it is late, before."""
+        has_slot = False
+
+        async def take() -> None:
+            nonlocal has_slot
+            has_slot = await self._slots.acquire()
+
+        try:
+            yield await pending.done(take(), deadline=request.deadline)
+        finally:
+            if has_slot:
+                self._slots.release()
+
+    async def _sample(self, request: GenerateRequest, pending: PendingRequest) -> Completion:
+        """Send `request`, and continue it for as long as updates cut it."""
+        if self._watch is None:
+            self._watch = self._background(self._watch_health())
+        parts: list[Completion] = []
+        while True:
+            if not await pending.opened(self._is_open, deadline=request.deadline):
+                return joined([*parts, nothing(self.version)])
+            updates = self._updates
+            parts.append(await self._ask(request, parts, pending))
+            if cut := before_banned(request, parts):
+                parts[-1] = cut
+                continue
+            is_late = request.deadline is not None and asyncio.get_running_loop().time() >= request.deadline
+            was_cut = parts[-1].finish_reason is FinishReason.ABORT and not pending.is_ended and not is_late
+            # Only an update cuts a request that its caller did not end; a follower may hear of the update later.
+            if not was_cut or (self._updates == updates and not self._follows):
+                return joined(parts)
+            if len(parts) >= _MAX_VAIN and not any(len(part.token_ids) for part in parts[-_MAX_VAIN:]):
+                raise EngineLostError(f"{self.url} cut {request.request_id!r} {_MAX_VAIN} times in a row")
+
     async def _ask(self, request: GenerateRequest, parts: Sequence[Completion], pending: PendingRequest) -> Completion:
         """Send `request`, continued after the tokens of `parts`, and wait for the answer."""
         if parts:
@@ -562,12 +588,12 @@ class RemoteEngine(ServerDialect, BaseEngine):
         runs = [(start, min(version, adapter.version)) for start, version in completion.policy_versions]
         return replace(completion, policy_versions=version_runs(runs, current=adapter.version))
 
-    def _check(self, request: GenerateRequest) -> None:
+    def _check(self, request: GenerateRequest, *, live: Container[str] = ()) -> None:
         if self._is_closed:
             raise EngineError(f"the {self.name} client of {self.url} is closed")
         check_request(
             request,
-            live=self._live,
+            live=live,
             vocab_size=self._model.vocab_size,
             max_context=self._context,
             takes_media=self.capabilities.media,

@@ -215,6 +215,71 @@ async def test_restart_and_update_end_the_silence_of_a_server(tmp_path: Path, mo
     assert [*num_restarts, supervisor.num_restarts] == [0, 1, 1, 1]
 
 
+class Starting:
+    """A supervisor whose server starts once `may_start` is set; counts the starts and those that are broken off."""
+
+    num_restarts, server = 0, None
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.may_start = asyncio.Event()
+        self.num_starts = self.num_broken = 0
+
+    async def start(self) -> Starting:
+        self.num_starts += 1
+        try:
+            await self.may_start.wait()
+        except asyncio.CancelledError:
+            self.num_broken += 1
+            raise
+        return self
+
+    async def stop(self) -> None:
+        pass
+
+
+async def test_aborted_and_late_requests_do_not_wait_for_the_start() -> None:
+    async with serving(answering(200)) as url:
+        supervisor = Starting(url)
+        engine = Echo("", ServedModel(vocab_size=10), supervisor=supervisor)  # type: ignore[arg-type]
+        soon = asyncio.get_running_loop().time() + 0.05
+        first, late, last = (
+            asyncio.create_task(engine.generate(ask(name, deadline=soon if name == "late" else None)))
+            for name in ("first", "late", "last")
+        )
+        await asyncio.sleep(0.01)
+        await engine.abort("first")
+        done, _ = await asyncio.wait({first, late}, timeout=60)
+        assert done == {first, late} and {task.result().finish_reason for task in done} == {FinishReason.ABORT}
+        assert not last.done()
+        supervisor.may_start.set()
+        assert (await last).token_ids.tolist() == [7]
+        assert (supervisor.num_starts, supervisor.num_broken) == (1, 0)
+        await engine.close()
+
+
+async def test_request_without_a_slot_ends_when_asked() -> None:
+    may_answer = asyncio.Event()
+
+    async def handle(request: web.Request) -> web.Response:
+        if request.path == "/generate":
+            await may_answer.wait()
+        return web.json_response({"token": 7})
+
+    async with echo(handle, options=ServerOptions(kind="vllm", max_in_flight=1)) as engine:
+        soon = asyncio.get_running_loop().time() + 0.05
+        first, aborted, late, last = (
+            asyncio.create_task(engine.generate(ask(name, deadline=soon if name == "late" else None)))
+            for name in ("first", "aborted", "late", "last")
+        )
+        await asyncio.sleep(0.01)
+        await engine.abort("aborted")
+        done, _ = await asyncio.wait({aborted, late}, timeout=60)
+        assert done == {aborted, late} and {task.result().finish_reason for task in done} == {FinishReason.ABORT}
+        may_answer.set()
+        assert [(await task).token_ids.tolist() for task in (first, last)] == [[7], [7]]
+
+
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> ServerOptions:
     """Look at a server every 50 ms, and let each answer take a minute."""
