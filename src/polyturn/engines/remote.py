@@ -127,6 +127,9 @@ class RemoteEngine(ServerDialect, BaseEngine):
         self._busy_limit_s = BUSY_LIMIT_S
         self._slots = asyncio.Semaphore(options.max_in_flight)
         self._live: dict[str, PendingRequest] = {}
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+        """Cleared while requests are live."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._watch: asyncio.Task[None] | None = None
         self._transfer = transfer
@@ -193,12 +196,13 @@ class RemoteEngine(ServerDialect, BaseEngine):
 
         Raises:
             EngineLostError: the server could not be reached, failed, ended the connection, hangs or took too long.
-            EngineError: the request cannot work, or the server refused it.
+            EngineError: the request cannot work, the server refused it, or the client was closed.
         """
         self._check(request, live=self._live)
         pending = self._live[request.request_id] = PendingRequest(
             lambda: self.url, abort=self._abort_quietly, abort_later=self._abort_later, busy_limit_s=self._busy_limit_s
         )
+        self._is_idle.clear()
         try:
             if self._facts is None:
                 if not await pending.done(self._met(), deadline=request.deadline):
@@ -210,6 +214,8 @@ class RemoteEngine(ServerDialect, BaseEngine):
         finally:
             self.num_busy += pending.num_busy
             del self._live[request.request_id]
+            if not self._live:
+                self._is_idle.set()
 
     async def abort(self, request_id: str) -> None:
         """End a request now; its `generate` returns the tokens so far. Unknown ids are fine."""
@@ -425,13 +431,16 @@ class RemoteEngine(ServerDialect, BaseEngine):
             self._is_open.clear()
 
     async def close(self) -> None:
-        """Close the connections, and stop the server if this client started it."""
+        """Fail live requests, close the connections, and stop the server if this client started it."""
         self._is_closed = True
-        if self._watch is not None:
-            self._watch.cancel()
-        for task in list(self._tasks):
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        for pending in self._live.values():
+            pending.give_up(EngineError(f"the {self.name} client of {self.url} was closed while the request ran"))
+        await self._is_idle.wait()
+        for task in (self._watch, self._meeting):
+            if task is not None:
+                task.cancel()
+        while self._tasks:  # an abort of a failed request
+            await asyncio.wait(self._tasks)
         if self._transfer is not None:
             await self._transfer.unlink()
         await self._link.close()
@@ -475,6 +484,10 @@ class RemoteEngine(ServerDialect, BaseEngine):
                     f"({one_line(problem)}); check the address and engine.kind, or install that version there"
                 ) from problem
             self._warn_of_version(self._facts.version)
+        except asyncio.CancelledError:
+            if not self._is_closed:
+                raise
+            raise EngineError(f"the {self.name} client was closed while its server started") from None
         finally:
             self._meeting = None
 

@@ -258,6 +258,45 @@ async def test_aborted_and_late_requests_do_not_wait_for_the_start() -> None:
         await engine.close()
 
 
+async def test_close_breaks_off_the_start_and_fails_its_requests() -> None:
+    supervisor = Starting("http://127.0.0.1:9")
+    engine = Echo("", ServedModel(vocab_size=10), supervisor=supervisor)  # type: ignore[arg-type]
+    waiting = asyncio.create_task(engine.generate(ask()))
+    updating = asyncio.create_task(engine.update_weights(0))
+    await asyncio.sleep(0.01)
+    async with asyncio.timeout(60):
+        await engine.close()
+    for task in (waiting, updating):
+        await refuses_later(lambda task=task: task, EngineError, "closed")  # type: ignore[misc]
+    assert (supervisor.num_starts, supervisor.num_broken) == (1, 1)
+
+
+async def test_close_aborts_live_requests_and_leaves_nothing_behind() -> None:
+    asked, aborted = list[str](), list[str]()
+
+    async def handle(request: web.Request) -> web.Response:
+        name = (await request.json())["id"]
+        (aborted if request.path == "/abort" else asked).append(name)
+        if request.path == "/generate":
+            await asyncio.Event().wait()
+        return web.json_response({})
+
+    async with serving(handle) as url:
+        engine = Echo(url, ServedModel(vocab_size=10), options=ServerOptions(kind="vllm", max_in_flight=2))
+        running, cancelled, waiting = (asyncio.create_task(engine.generate(ask(f"r{i}"))) for i in range(3))
+        while len(asked) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        cancelled.cancel()
+        await engine.close()
+        for task in (running, waiting):
+            await refuses_later(lambda task=task: task, EngineError, "closed")  # type: ignore[misc]
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        assert sorted(aborted) == sorted(asked) and len(asked) == 2
+        assert not [task for task in asyncio.all_tasks() if task.get_name() == "polyturn-echo"]
+        assert engine._link._client._session is None
+
+
 async def test_request_without_a_slot_ends_when_asked() -> None:
     may_answer = asyncio.Event()
 
