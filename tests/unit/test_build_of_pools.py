@@ -30,6 +30,7 @@ from polyturn.engines.vllm import VllmEngine
 from polyturn.testing.tiny_models import tiny_tokenizer
 from polyturn.training import lora
 from support.models import tiny_model
+from support.refusals import refuses
 from support.runs import call_command, write_tiny_run
 from support.vision import tiny_vision_model, vision_tokenizer
 
@@ -102,6 +103,14 @@ async def test_replicas_have_their_own_devices_and_log(tmp_path: Path) -> None:
     assert [spec.log for spec in specs] == [log, Path(f"{log}.1")]
     assert [supervisor.max_restarts for supervisor in supervisors if supervisor is not None] == [5, 5]
     await pool.close()
+
+
+def test_temperature_that_vllm_would_raise_is_refused_at_the_start(tmp_path: Path) -> None:
+    refuses(
+        lambda: build_pool(tmp_path, *LAUNCH, "rollout.sampling.temperature=0.001"),
+        ConfigError,
+        *("rollout.sampling.temperature is 0.001", "0.01"),
+    )
 
 
 SLEEP = (*LAUNCH, "engine.update=sleep")

@@ -11,7 +11,7 @@ removed tokens have no probability.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -37,6 +37,13 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _MAY_LOAD = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 """vLLM's variable with which a running server loads adapters."""
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
+_MIN_TEMPERATURE = 0.01
+"""vLLM samples at this temperature if a lower one is requested (`_MAX_TEMP` in its `sampling_params.py`), so its logprobs
+would not be those of the requested temperature."""
+_TOO_COLD = (
+    f", and vLLM would sample at {_MIN_TEMPERATURE:g} instead; set 0 for greedy decoding or at least {_MIN_TEMPERATURE:g}, "
+    "or use engine.kind: sglang or embedded"
+)
 
 
 class VllmEngine(RemoteEngine):
@@ -138,6 +145,13 @@ class VllmEngine(RemoteEngine):
             return None
         queues, uses = ([float(value) for value in values] for values in loads)  # one per engine behind the HTTP front
         return EngineLoad(sum(queues), sum(uses) / len(uses))
+
+    def _check(self, request: GenerateRequest, *, live: Container[str] = ()) -> None:
+        super()._check(request, live=live)
+        if 0 < request.sampling.temperature < _MIN_TEMPERATURE:
+            raise EngineError(
+                f"request {request.request_id!r} has the temperature {request.sampling.temperature:g}{_TOO_COLD}"
+            )
 
     def _call(self, request: GenerateRequest, wire_id: str) -> HttpCall:
         sampling = request.sampling
@@ -256,6 +270,8 @@ def build(setup: EngineSetup) -> Engine:
         ConfigError: vLLM does not support an option of the section `engine`, or is not installed.
     """
     sampling = setup.sampling
+    if 0 < sampling.temperature < _MIN_TEMPERATURE:
+        raise ConfigError(f"rollout.sampling.temperature is {sampling.temperature:g}{_TOO_COLD}")
     if sampling.is_cut and not sampling.keep_support:
         raise ConfigError(
             f"rollout.sampling has top_p {sampling.top_p} and top_k {sampling.top_k}, and vLLM's logprobs are "

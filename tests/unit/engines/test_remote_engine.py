@@ -434,6 +434,17 @@ async def test_address_of_another_service_is_refused(kind: type[RemoteEngine]) -
         await engine.close()
 
 
+async def test_temperature_that_vllm_would_raise_is_refused() -> None:
+    async with serving(running(VllmEngine.tested_version)) as url:
+        engine = VllmEngine(url, ServedModel(vocab_size=10))
+        for cold in (0.009, 1e-5):
+            request = ask(sampling=SamplingParams(temperature=cold))
+            await refuses_later(lambda request=request: engine.generate(request), EngineError, f"{cold:g}", "0.01")
+        bodies = [engine._call(ask(sampling=SamplingParams(temperature=t)), "r").body for t in (0.0, 0.01)]
+        assert [body["sampling_params"]["temperature"] for body in bodies] == [0.0, 0.01]
+        await engine.close()
+
+
 async def test_answer_of_another_form_is_refused() -> None:
     async def handle(request: web.Request) -> web.Response:
         return web.json_response({"output_ids": [7], "meta_info": {"finish_reason": None}})
