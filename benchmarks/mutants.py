@@ -5,8 +5,8 @@
     python benchmarks/mutants.py --only "batching/layout.py:88"     those of one line, with the difference
 
 First, all tests of the packages, the properties and the goldens run once, to record which functions each calls. Each mutant
-then runs in another copy of `src`, with the tests that call its function, until one fails, and with the tests of its package
-that start processes. A surviving mutant is an error, unless `mutants_argued.json` explains why the change has no effect.
+then runs in another copy of `src`, until a test fails: with the tests that call its function, then with the tests of its
+package that start processes, then with those of the mark "cluster". A surviving mutant is an error, unless `mutants_argued.json` explains why the change has no effect.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def changes(node: ast.AST) -> Iterator[ast.expr | str]:
 
 def circles(mutant: Mutant, calls: Mapping[str, Calls]) -> Iterator[list[str]]:
     """Yield the tests of a mutant from the nearest to the farthest: those that call its function, the quickest files first,
-    then those of its package whose processes may."""
+    then those of its package whose processes may, and at last those of its package with the mark "cluster"."""
     path = mutant.file.removesuffix(".py")
     of_file = {test for test, record in calls.items() if any(name.startswith(f"{path}:") for name in record.names)}
     of_function = {test for test in of_file if f"{path}:{mutant.function}" in calls[test].names}
@@ -157,6 +157,7 @@ def circles(mutant: Mutant, calls: Mapping[str, Calls]) -> Iterator[list[str]]:
     package = f"tests/unit/{Path(mutant.file).parts[0]}/"
     if others := [t for t, record in calls.items() if record.has_processes and t not in tests and t.startswith(package)]:
         yield others
+    yield ["-m", "cluster", package]
 
 
 class Calls(NamedTuple):
@@ -309,7 +310,7 @@ def catches(mutant: Mutant, calls: Mapping[str, Calls]) -> str:
         path.write_bytes(raw[: mutant.span[0]] + mutant.after.encode() + raw[mutant.span[1] :])
         for tests in circles(mutant, calls):
             by = failing(tree.parent, tests)
-            if by and "::" in by and failing(SOURCE.parent, [by]):
+            if by and "::" in by and failing(SOURCE.parent, ["-m", "", by]):
                 print(f"unsteady {by} fails without any mutant", flush=True)
             elif by:
                 return by
