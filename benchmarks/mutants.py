@@ -6,7 +6,8 @@
 
 First, all tests of the packages, the properties and the goldens run once, to record which functions each calls. Each mutant
 then runs in another copy of `src`, until a test fails: with the tests that call its function, then with the tests of its
-package that start processes, then with those of the mark "cluster". A surviving mutant is an error, unless `mutants_argued.json` explains why the change has no effect.
+package that start processes, then with those of the mark "cluster". A surviving mutant is an error, unless
+`mutants_argued.json` explains why the change has no effect.
 """
 
 from __future__ import annotations
