@@ -84,8 +84,6 @@ class MicroBatchPlan:
     kind: Kind
     ranks: tuple[tuple[PlannedBatch, ...], ...]
     """The micro-batches of each rank; all ranks have equally many."""
-    num_shared: int = 0
-    """Number of tokens that are not computed because an earlier row of their micro-batch contains them."""
 
 
 def input_lengths(samples: Sequence[TrainSample]) -> list[int]:
@@ -132,9 +130,8 @@ def plan(samples: Sequence[TrainSample], *, settings: LayoutSettings, num_ranks:
         batches = _cut_packed(lengths, counts, order, np.zeros(len(order), np.int64), settings)
     elif kind == "rows":
         batches = _cut_rows(lengths, counts, settings)
-    num_shared = sum(sum(b.shared) for b in batches) if kind == "shared" else 0
     batches = _enough(batches, lengths, num_ranks)
-    return MicroBatchPlan(kind=kind, ranks=_spread(batches, lengths, num_ranks), num_shared=num_shared)
+    return MicroBatchPlan(kind=kind, ranks=_spread(batches, lengths, num_ranks))
 
 
 def _common(rows: Sequence[Ids], order: Sequence[int], min_shared: int, routes: Sequence[Any | None]) -> NDArray[np.int64]:

@@ -81,7 +81,13 @@ def test_common_prefix_is_computed_once() -> None:
     assert planned.kind == "shared"
     (batch,) = planned.ranks[0]
     assert batch.cost == 80 + 8 * 19  # the last token of each is only a target
-    assert planned.num_shared == 7 * 80
+    assert batch.shared == (0,) + (80,) * 7
+
+
+def test_halves_of_a_micro_batch_share_their_prefixes() -> None:
+    planned = plan(group(80, 20), settings=LayoutSettings(shared_prefix=True), num_ranks=2)
+    assert [[batch.shared for batch in batches] for batches in planned.ranks] == [[(0, 80, 80, 80)]] * 2
+    assert [[batch.cost for batch in batches] for batches in planned.ranks] == [[80 + 4 * 19]] * 2
 
 
 def test_prefixes_are_not_shared_where_it_does_not_pay() -> None:

@@ -168,6 +168,14 @@ def test_reference_stays_while_the_policy_moves():
     assert reduce(made.forward_backward(given).metrics)["loss/kl"] == pytest.approx(metrics["loss/kl"], rel=1e-4)
 
 
+def test_closed_policy_keeps_no_gradient_and_no_frozen_model():
+    made = policy(reference=True)
+    made.forward_backward(samples())
+    made.close()
+    assert all(p.grad is None for p in made.backend.model.parameters())
+    refuses(lambda: made.score(samples(), reference=True), ConfigError, "reference")
+
+
 def test_kl_is_weighted_by_the_ratio_if_asked():
     """The estimate is r k3, r = exp(logprob - old), with the gradient of both."""
     given = [
