@@ -139,9 +139,7 @@ for _name in ("default", "last_round", "all", "ignore_empty_think", "ignore_thin
     dict.__setitem__(loss_scale_map, _name, LossScale)
 for _name in ("base", "hermes"):  # hermes has only weights above 0
     loss_scale_map[_name] = LossScale
-loss_scale_map |= {
-    "react": REACTLossScale,
-    "qwen": QwenLossScale,
-    "agentflan": AgentFlanLossScale,
-    "alpha_umi": AlphaUmiLossScale,
-}
+loss_scale_map["react"] = REACTLossScale
+loss_scale_map["qwen"] = QwenLossScale
+loss_scale_map["agentflan"] = AgentFlanLossScale
+loss_scale_map["alpha_umi"] = AlphaUmiLossScale
