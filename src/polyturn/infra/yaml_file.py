@@ -29,9 +29,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
         line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
         what = "it is indented with a tab; use spaces" if _is_tab(error, path) else f"{error.problem}; correct it"
         raise ConfigError(f"{path}{line}: this is not YAML ({what})") from error
-    except AssertionError as error:  # OmegaConf raises this for a file with just a number
-        raise ConfigError(f"{path} holds one value; write keys with values") from error
-    except (OmegaConfBaseException, OSError, ValueError, TypeError, yaml.YAMLError) as error:
+    except (AssertionError, OmegaConfBaseException, OSError, ValueError, TypeError, yaml.YAMLError) as error:
+        # OmegaConf raises one of these two for a file with just a number.
+        if isinstance(error, AssertionError) or (isinstance(error, OSError) and error.errno is None):
+            raise ConfigError(f"{path} holds one value; write keys with values") from error
         raise ConfigError(f"{path} cannot be read as a config: {one_line(error):.500}") from error
     except RecursionError as error:
         raise ConfigError(f"{path} is nested deeper than {MAX_DEPTH} lists and mappings; write it flatter") from error

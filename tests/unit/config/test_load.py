@@ -329,6 +329,12 @@ def test_aliases_that_multiply_are_refused(tmp_path: Path):
     assert read_yaml(tmp_path / "run.yaml") == {"a": {"x": 1}, "b": {"x": 1}, "c": {"x": 1}}
 
 
+@pytest.mark.parametrize("text", ["3", "'3'", "true"])
+def test_file_with_one_value_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    refuses(lambda: read_yaml(tmp_path / "run.yaml"), ConfigError, "run.yaml", "one value")
+
+
 @pytest.mark.parametrize(("sets", "key"), [("5: {lr: 1}", "5"), ("on: {lr: 1}", "True")])
 def test_key_that_is_no_text_is_named(tmp_path: Path, sets: str, key: str) -> None:
     message = refused(tmp_path, f"sets: {{{sets}}}")
