@@ -210,8 +210,7 @@ def test_engine_section_that_cannot_work_is_refused(tmp_path: Path, overrides: t
 def test_refused_servers_leave_no_model_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (temporary := tmp_path / "tmp").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
-    with pytest.raises(ConfigError, match="vllm is not installed here"):
-        build_pool(tmp_path, *LAUNCH[:2])
+    refuses(lambda: build_pool(tmp_path, *LAUNCH[:2]), ConfigError, "vllm is not installed here")
     assert list(temporary.glob("polyturn-model-*")) == []
 
 

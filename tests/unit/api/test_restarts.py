@@ -12,6 +12,7 @@ from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError, RankLostError
 from polyturn.environments.base import Adapter
+from support.refusals import refuses
 
 
 def test_restart_before_a_folder_is_chosen_keeps_the_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -24,8 +25,7 @@ def test_restart_before_a_folder_is_chosen_keeps_the_name(monkeypatch: pytest.Mo
     monkeypatch.setattr(build, "check_plugins", check_plugins)
     loaded = load_config(RunConfig, None, ["model.path=none", "name=mine", f"out={tmp_path}", "cluster.restarts=2"])
     source = build.ConfigSource(config=loaded.config, base=tmp_path)
-    with pytest.raises(ConfigError, match="third attempt"):
-        run_training(source, loaded.resolved, RunOptions(again=str))
+    refuses(lambda: run_training(source, loaded.resolved, RunOptions(again=str)), ConfigError, "third attempt")
     assert names == ["mine"] * 3
 
 

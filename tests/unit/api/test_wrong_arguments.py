@@ -326,8 +326,7 @@ def test_rollout_takes_the_group_size_of_any_keyword(
         raise polyturn.ConfigError("recorded")
 
     monkeypatch.setattr("polyturn.api.rolling.roll_out", record)
-    with pytest.raises(polyturn.ConfigError, match="recorded"):
-        polyturn.rollout("tiny", ROWS, **given)
+    refuses(lambda: polyturn.rollout("tiny", ROWS, **given), polyturn.ConfigError, "recorded")
     assert sizes == [4]
 
 
@@ -583,8 +582,7 @@ def test_every_rank_of_torchrun_is_refused(rank: str, monkeypatch: pytest.Monkey
         with pytest.raises(polyturn.ConfigError, match=words):
             train(**arguments)
     monkeypatch.setenv("WORLD_SIZE", "1")
-    with pytest.raises(polyturn.ConfigError, match="none"):
-        polyturn.train(**arguments)
+    refuses(lambda: polyturn.train(**arguments), polyturn.ConfigError, "none")
 
 
 IDS = np.arange(3, dtype=np.int32)

@@ -23,6 +23,7 @@ from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError, RankLostError
 from polyturn.training.rank_group import RankReply
+from support.refusals import refuses
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -67,25 +68,21 @@ def test_share_of_two_ranks_leaves_no_descriptor(ranks: RankProcesses) -> None:
 
 
 def test_error_of_a_rank_is_raised_and_the_group_goes_on(ranks: RankProcesses) -> None:
-    with pytest.raises(ConfigError, match="it cannot"):
-        ranks.call("refuse", [(), ()])
+    refuses(lambda: ranks.call("refuse", [(), ()]), ConfigError, "it cannot")
     assert len(ranks.call("double", [(1,), (2,)])) == 2 and ranks.lost() is None
 
 
 def test_rank_that_is_killed_in_a_command_is_named(ranks: RankProcesses) -> None:
     ranks.call("double", [(1,), (2,)])
     threading.Timer(0.2, os.kill, (ranks.pids[1], signal.SIGKILL)).start()
-    with pytest.raises(RankLostError, match="rank 1 was killed by SIGKILL"):
-        ranks.call("wait", [(), ()])
-    with pytest.raises(RankLostError, match="rank 1 was killed by SIGKILL"):
-        ranks.call("double", [(1,), (2,)])
+    refuses(lambda: ranks.call("wait", [(), ()]), RankLostError, "rank 1 was killed by SIGKILL")
+    refuses(lambda: ranks.call("double", [(1,), (2,)]), RankLostError, "rank 1 was killed by SIGKILL")
 
 
 def test_rank_that_ends_between_commands_is_noticed(ranks: RankProcesses) -> None:
     ranks.call("double", [(1,), (2,)])
     os.kill(ranks.pids[0], signal.SIGKILL)
-    with pytest.raises(RankLostError, match="rank 0 was killed by SIGKILL"):
-        ranks.call("wait", [(), ()])
+    refuses(lambda: ranks.call("wait", [(), ()]), RankLostError, "rank 0 was killed by SIGKILL")
     assert "rank 0 was killed" in str(ranks.lost())
 
 
@@ -101,16 +98,15 @@ def test_crash_report_has_the_last_lines_of_the_log(ranks: RankProcesses) -> Non
 def test_error_while_a_rank_is_built_is_raised_by_the_first_command() -> None:
     group = RankProcesses(functools.partial(_refuse, "no such model"), 2, row_width=1)
     try:
-        with pytest.raises(ConfigError, match="no such model"):
-            group.call("double", [(1,), (2,)])
+        refuses(lambda: group.call("double", [(1,), (2,)]), ConfigError, "no such model")
     finally:
         group.close()
 
 
 def test_function_that_cannot_be_pickled_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with pytest.raises(TypeError, match="pickle"):
-        RankProcesses(functools.partial(_refuse, threading.Lock()), 1, row_width=1)  # type: ignore[arg-type]
+    bad: Any = functools.partial(_refuse, threading.Lock())
+    refuses(lambda: RankProcesses(bad, 1, row_width=1), TypeError, "pickle")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -528,8 +528,7 @@ async def test_wrong_answer_of_an_environment_is_named(method: str, answer: Any,
 
 
 def test_mistake_of_a_row_or_name_is_refused_before_the_run() -> None:
-    with pytest.raises(ConfigError, match="RolloutScheduler"):
-        SwiftScheduler(dict)  # type: ignore[arg-type]
+    refuses(lambda: SwiftScheduler(dict), ConfigError, "RolloutScheduler")  # type: ignore[arg-type]
     refuses(lambda: SwiftScheduler("gym_schedule"), ConfigError, "'gym_schedule'", "'gym_scheduler'")
     refuses(lambda: SwiftScheduler("math_tip_trick").check_task(task(ground_truth=None)), DataError, "'t0' has no solution")
     refuses(lambda: SwiftScheduler("gym_scheduler").check_task(task()), DataError, "'t0' does not name an environment")

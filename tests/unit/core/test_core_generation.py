@@ -33,8 +33,7 @@ def test_completion_needs_one_logprob_a_token() -> None:
 
 def test_finish_reason_may_be_a_name() -> None:
     assert Completion(token_ids=[1], finish_reason="length").finish_reason is FinishReason.LENGTH  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="'done'"):
-        Completion(token_ids=[1], finish_reason="done")  # type: ignore[arg-type]
+    refuses(lambda: Completion(token_ids=[1], finish_reason="done"), ValueError, "'done'")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("runs", [(), ((1, 0),), ((0, 1), (0, 2)), ((0, 1), (5, 2), (3, 3))])

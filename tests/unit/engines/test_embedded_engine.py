@@ -241,8 +241,7 @@ async def test_frozen_engine_aborts_and_closes():
     await engine.abort("r0")
     assert len((await aborted).token_ids) == 0
     await engine.close()
-    with pytest.raises(EngineError, match="closed"):
-        await waiting
+    await refuses_later(lambda: waiting, EngineError, "closed")
 
 
 async def test_frozen_engine_drops_a_late_request():

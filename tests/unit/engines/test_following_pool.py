@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
-
 from polyturn.core.errors import EngineError, EngineLostError
 from polyturn.core.generation import GenerateRequest, SamplingParams
 from polyturn.engines.following import FollowingPool, PoolView
@@ -65,8 +63,7 @@ async def test_server_that_cannot_start_is_reported() -> None:
         async def start(self) -> None:
             raise EngineError("no such interpreter")
 
-    with pytest.raises(EngineError, match="no such interpreter"):
-        await EnginePool([server(), Refusing()]).start()
+    await refuses_later(lambda: EnginePool([server(), Refusing()]).start(), EngineError, "no such interpreter")
 
 
 @virtual

@@ -406,8 +406,7 @@ def test_call_of_a_closed_group_is_refused():
     end = GroupEnd()
     end.open(spec("polyturn-two"))
     end.close()
-    with pytest.raises(EngineLostError, match="is closed"):
-        end.is_done()
+    refuses(end.is_done, EngineLostError, "is closed")
 
 
 async def test_server_that_does_not_join_ends_the_wait_with_advice():

@@ -9,7 +9,7 @@ import pytest
 from polyturn.core.errors import ConfigError
 from polyturn.sandbox import SandboxGoneError, SandboxSetupError, SandboxSpec, check_spec, open_sandbox
 from polyturn.sandbox.base import BaseSandbox
-from support.refusals import refuses_later
+from support.refusals import refuses, refuses_later
 from support.sandboxes import StandIn, stand_in, wait_until
 
 
@@ -107,8 +107,7 @@ def test_missing_engine_is_named(options: dict[str, str], named: str, monkeypatc
 
 
 def test_container_without_an_image_is_refused(engine: StandIn):
-    with pytest.raises(ConfigError, match="image"):
-        check_spec(SandboxSpec(backend=engine.name))  # type: ignore[arg-type]
+    refuses(lambda: check_spec(SandboxSpec(backend=engine.name)), ConfigError, "image")  # type: ignore[arg-type]
 
 
 @pytest.mark.kill
