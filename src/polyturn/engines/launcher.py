@@ -6,7 +6,7 @@
 
 A server runs in a separate session, so that stopping it reaches exactly the processes that it started. If the kernel
 supports it, the server ends whenever this process dies. Shared memory left by killed processes is removed, and so is the
-folder for the server's temporary files. If a server does not come up, the error contains the last lines of its log.
+folder for the server's log and vLLM's sockets. If a server does not come up, the error contains the last lines of its log.
 """
 
 from __future__ import annotations
@@ -107,9 +107,8 @@ class Server:
         memory = SessionMemory()
         try:
             log.parent.mkdir(parents=True, exist_ok=True)
-            # Compiled kernels are kept for the next start.
-            kernels = {"TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"}
-            environ = {**kernels, **os.environ, "TMPDIR": str(folder), **spec.env}
+            # Not TMPDIR: compiled kernels lie there, and the next start would compile them again.
+            environ = {"VLLM_RPC_BASE_PATH": str(folder), **os.environ, **spec.env}
             process = ManagedProcess(command, env=environ, log=log)
         except OSError as problem:
             shutil.rmtree(folder)
@@ -186,7 +185,7 @@ class Server:
 
 
 def _temporary_folder() -> Path:
-    """Make a folder for a server's temporary files, which it may leave behind: for example, vLLM's sockets."""
+    """Make a folder for a server's log and for vLLM's sockets, which a killed server leaves behind."""
     folder = tempfile.mkdtemp(prefix="polyturn-")
     if len(os.fsencode(folder)) > _MAX_TEMP_PATH:
         os.rmdir(folder)

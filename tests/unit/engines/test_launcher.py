@@ -73,15 +73,15 @@ async def test_missing_program_is_named_and_leaves_no_log(tmp_path, monkeypatch)
 
 SERVE_WITH_SOCKET = ALONE.replace(
     'print("serving", flush=True)',
-    "import os, socket, tempfile, uuid\n"
-    "path = os.path.join(tempfile.gettempdir(), str(uuid.uuid4()))\n"
+    "import os, socket, uuid\n"
+    "path = os.path.join(os.environ['VLLM_RPC_BASE_PATH'], str(uuid.uuid4()))\n"
     "socket.socket(socket.AF_UNIX).bind(path)\n"
     "print(path, flush=True)",
 )
 
 
 @pytest.mark.parametrize("is_long", [False, True])
-async def test_stop_removes_temporary_files_of_a_killed_server(is_long, tmp_path, monkeypatch):
+async def test_stop_removes_the_sockets_of_a_killed_server(is_long, tmp_path, monkeypatch):
     if is_long:  # too long for the path of a socket
         os.mkdir(folder := f"{tmp_path}/{60 * 't'}")
         monkeypatch.setattr("tempfile.tempdir", folder)
