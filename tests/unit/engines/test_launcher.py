@@ -85,6 +85,7 @@ async def test_stop_removes_the_sockets_of_a_killed_server(is_long, tmp_path, mo
     if is_long:  # too long for the path of a socket
         os.mkdir(folder := f"{tmp_path}/{60 * 't'}")
         monkeypatch.setattr("tempfile.tempdir", folder)
+    monkeypatch.delenv("VLLM_RPC_BASE_PATH", raising=False)
     server = await Server.start(spec(SERVE_WITH_SOCKET))
     path = Path(server.tail())
     assert stat.S_ISSOCK(os.stat(path).st_mode) and path.parent.name.startswith("polyturn-")

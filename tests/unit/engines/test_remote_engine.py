@@ -222,11 +222,12 @@ class Starting:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self.may_start = asyncio.Event()
+        self.is_asked, self.may_start = asyncio.Event(), asyncio.Event()
         self.num_starts = self.num_broken = 0
 
     async def start(self) -> Starting:
         self.num_starts += 1
+        self.is_asked.set()
         try:
             await self.may_start.wait()
         except asyncio.CancelledError:
@@ -247,7 +248,7 @@ async def test_aborted_and_late_requests_do_not_wait_for_the_start() -> None:
             asyncio.create_task(engine.generate(ask(name, deadline=soon if name == "late" else None)))
             for name in ("first", "late", "last")
         )
-        await asyncio.sleep(0.01)
+        await supervisor.is_asked.wait()
         await engine.abort("first")
         done, _ = await asyncio.wait({first, late}, timeout=60)
         assert done == {first, late} and {task.result().finish_reason for task in done} == {FinishReason.ABORT}
@@ -263,7 +264,7 @@ async def test_close_breaks_off_the_start_and_fails_its_requests() -> None:
     engine = Echo("", ServedModel(vocab_size=10), supervisor=supervisor)  # type: ignore[arg-type]
     waiting = asyncio.create_task(engine.generate(ask()))
     updating = asyncio.create_task(engine.update_weights(0))
-    await asyncio.sleep(0.01)
+    await supervisor.is_asked.wait()
     async with asyncio.timeout(60):
         await engine.close()
     for task in (waiting, updating):
