@@ -214,7 +214,7 @@ async def carry_out(plan: Plan) -> Outcome:
     probe, partner, scheduler = Probe(plan), Partner(plan), Planned(plan)
     asked: list[tuple[np.ndarray, Completion]] = []
     context = scripted_context(
-        ["unused"],
+        lambda request: OSError("the engine is lost"),
         tools=[probe],
         interactions={"partner": partner},
         limits=plan.limits,
@@ -226,7 +226,7 @@ async def carry_out(plan: Plan) -> Outcome:
     async def generate(request: GenerateRequest) -> Completion:
         number = len(asked)
         if number == plan.lose_engine_at:
-            return await real(request)  # the script is made to fail below
+            return await scripted(request)
         ids = turn_ids(plan.says[min(number, len(plan.says) - 1)])
         is_cut = len(ids) > request.sampling.max_tokens
         ids = ids[: request.sampling.max_tokens]
@@ -242,8 +242,7 @@ async def carry_out(plan: Plan) -> Outcome:
         await asyncio.sleep(0)
         return completion
 
-    context.engine._function = lambda request: OSError("the engine is lost")  # type: ignore[attr-defined]
-    real, context.engine.generate = context.engine.generate, generate  # type: ignore[method-assign]
+    scripted, context.engine.generate = context.engine.generate, generate  # type: ignore[method-assign]
     row = task(interaction="partner" if plan.has_partner else None)
     running = asyncio.ensure_future(run_episode(context, row, id="e", seed=1))
     trajectory = None

@@ -30,6 +30,7 @@ from polyturn.core.reward import Reward
 from polyturn.core.sample import TrainSample
 from polyturn.core.task import Task
 from polyturn.core.trajectory import Segment, SpanSource, Trajectory, TrajectoryGroup
+from polyturn.engines.scripted import ScriptedEngine
 from polyturn.rollout.episode import Episode
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.run_episode import run_episode
@@ -185,8 +186,7 @@ def test_episode_keeps_its_invariants_under_edits(
         return Completion(token_ids=ids, logprobs=np.full(len(ids), -0.5, np.float32), finish_reason=FinishReason.STOP)
 
     context = scripted_context([], scheduler=Busy(deeds), renders_history=renders, limits=limits)
-    context.codec = codec
-    context.engine._function = answer  # type: ignore[attr-defined]
+    context.codec, context.engine = codec, ScriptedEngine(answer)
     t = asyncio.run(run_episode(context, task(data_source=None), id="e"))
     assert not t.is_failed, t.error
     assert len(t.turns) == len(asked) and [turn.index for turn in t.turns] == list(range(len(t.turns)))

@@ -53,7 +53,8 @@ class ScriptedEngine(BaseEngine):
         else:
             self._common = iter(script)
         self._logprob = logprob
-        self._latency_s = latency_s
+        self.latency_s = latency_s
+        """Seconds of each later request."""
         self._version = version
         self._sleeping: dict[str, asyncio.Event] = {}
         self._is_closed = False
@@ -76,7 +77,7 @@ class ScriptedEngine(BaseEngine):
         if self._is_closed:
             raise EngineError(f"request {request.request_id!r} came after the scripted engine was closed")
         self.num_requests += 1
-        if self._latency_s and await self._sleep(request.request_id):
+        if self.latency_s and await self._sleep(request.request_id):
             return self._completion(np.empty(0, np.int32), FinishReason.ABORT)
         try:
             answer = self._answer(request)
@@ -122,7 +123,7 @@ class ScriptedEngine(BaseEngine):
         """Wait for the latency; return whether the request was aborted before its end."""
         event = self._sleeping[request_id] = asyncio.Event()
         try:
-            async with asyncio.timeout(self._latency_s):
+            async with asyncio.timeout(self.latency_s):
                 await event.wait()
             return True
         except TimeoutError:

@@ -86,7 +86,7 @@ def scripted_context(
         parser=HermesParser(),
         tools=Toolbox(list(tools), ToolOptions(timeout_s=options.pop("tool_timeout_s", 5.0))),
         interactions=interactions or {},
-        rewarder=RewardRouter(rewards or {}),
+        rewarder=RewardRouter(rewards or {}, scheduler=scheduler),
         scheduler=scheduler or MultiTurnScheduler(),
         limits=limits or Limits(),
         **{"sanity_every": 1, **options},

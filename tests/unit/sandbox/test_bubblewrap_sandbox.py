@@ -165,7 +165,7 @@ async def test_first_process_survives_while_it_cannot_fork():
 
 
 async def test_dead_sandbox_is_an_error(box: BaseSandbox):
-    os.kill(box._pid, signal.SIGKILL)  # type: ignore[attr-defined]
+    os.kill(await box.pid(), signal.SIGKILL)
     while await box.is_alive():  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     with pytest.raises(SandboxGoneError):

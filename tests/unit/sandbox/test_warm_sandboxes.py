@@ -55,7 +55,7 @@ def test_every_episode_has_a_sandbox_of_its_own():
             for box in boxes:
                 await box.write("own", b"x")
                 assert (await box.exec("ls")).stdout == "own\n"
-            return {str(box._pid) for box in boxes}  # type: ignore[attr-defined]
+            return {str(await box.pid()) for box in boxes}
         finally:
             for box in boxes:
                 await box.close()

@@ -73,7 +73,6 @@ async def play(
 
     scheduler = BlackBox(agent=call, **{"reward": "posted", **options})
     context = scripted_context(says, scheduler=scheduler, limits=limits or Limits(max_context=4000), rewards=rewards)
-    context.rewarder._may_be_given = True
     return await run_episode(context, task(data_source=None), id="e")
 
 
@@ -268,7 +267,7 @@ async def test_answer_to_a_cancelled_request_is_not_trained():
                 await asyncio.sleep(0.01)
             asking.cancel()
             await asyncio.wait({asking})
-            engine._latency_s = 0.0  # type: ignore[attr-defined]
+            engine.latency_s = 0.0  # type: ignore[attr-defined]
             await client.chat([user("quick")])
             return 1.0
 
