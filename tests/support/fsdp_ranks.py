@@ -339,7 +339,7 @@ def measure_reduction(out):
         options = {"optim": OPTIM, "layout": LAYOUTS["rows"], "placement": placement}
         made = ModelPolicy(policy_backend(base_of(case, CPU), **options))
         made.forward_backward(samples)
-        kept.append({n: p.grad for n, p in made.backend.optimizer._masters.items() if p.grad is not None})
+        kept.append({n: p.grad for n, p in made.backend.optimizer.masters.items() if p.grad is not None})
     alone, over_ranks = kept
     found = {}
     for name, part in alone.items():

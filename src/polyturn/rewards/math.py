@@ -183,7 +183,7 @@ def _compare(truth: str, answer: str) -> bool:
     require()
     for is_last in (False, True):
         try:
-            return bool(_checkers(truth=truth, answer=answer))
+            return bool(checkers(truth=truth, answer=answer))
         except (LateCallError, EndedCallError) as problem:
             if is_last:
                 raise RewardError(
@@ -193,4 +193,5 @@ def _compare(truth: str, answer: str) -> bool:
     raise AssertionError("unreachable")
 
 
-_checkers = Processes("polyturn.rewards.math_worker:MathComparison", num=NUM_CHECKERS, timeout_s=TIMEOUT_S, log="none")
+checkers = Processes("polyturn.rewards.math_worker:MathComparison", num=NUM_CHECKERS, timeout_s=TIMEOUT_S, log="none")
+"""The processes that compare expressions."""

@@ -60,13 +60,14 @@ class Optimizer:
         self._problem: str | None = None
         live = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         own = {n: self._own(n, p) for n, p in live}
-        self._masters = {n: nn.Parameter(self._master(p.detach())) for n, p in own.items() if p.dtype.itemsize < 4}
-        if settings.offload and not self._masters:
+        self.masters = {n: nn.Parameter(self._master(p.detach())) for n, p in own.items() if p.dtype.itemsize < 4}
+        """The float32 copies, by name, of the parameters that have fewer bits."""
+        if settings.offload and not self.masters:
             raise ConfigError(
                 "offload is true and the model is in float32, so there are no masters to keep on the CPU; set it to false"
             )
-        self._copies = [(own[n], master) for n, master in self._masters.items()]
-        self._named = [(n, self._masters.get(n, p)) for n, p in own.items()]
+        self._copies = [(own[n], master) for n, master in self.masters.items()]
+        self._named = [(n, self.masters.get(n, p)) for n, p in own.items()]
         # No decay for norms, whose neutral scale is not 0, and, as usual, none for biases.
         matrices = [p for _, p in self._named if p.ndim > 1]
         vectors = [p for _, p in self._named if p.ndim <= 1]
@@ -193,7 +194,7 @@ class Optimizer:
         """Return the masters and each kind of moments as prefix -> name -> live tensor. Moments exist from the first
         gradient on."""
         moments = {name: self._adamw.state[param] for name, param in self._named if self._adamw.state.get(param)}
-        return {"masters/": {name: master.detach() for name, master in self._masters.items()}} | {
+        return {"masters/": {name: master.detach() for name, master in self.masters.items()}} | {
             f"moments/{kind}/": {name: values[kind] for name, values in moments.items()} for kind in MOMENTS
         }
 

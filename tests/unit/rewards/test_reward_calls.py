@@ -295,10 +295,10 @@ async def test_endless_programs_do_not_harm_the_right_one() -> None:
 
 @pytest.mark.clock  # one deadline serves the hostile answers and the right one
 async def test_endless_comparisons_do_not_harm_the_right_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(math._checkers, "_free", threading.Semaphore(1))
+    monkeypatch.setattr(math.checkers, "_free", threading.Semaphore(1))
     router = RewardRouter(calls=CallOptions(timeout_s=120.0))
     assert math.is_equal("0.25", r"\frac{50}{200}")  # a checker has started
-    monkeypatch.setattr(math._checkers, "timeout_s", 3.0)
+    monkeypatch.setattr(math.checkers, "timeout_s", 3.0)
     answers = [*(rf"9^{{9^{{9^{{9^{n}}}}}}} + {n}" for n in (5, 6)), r"\frac{143}{286}"]
     made = [trajectory(turn(rf"\boxed{{{a}}}"), data_source="HuggingFaceH4/MATH-500", ground_truth="0.5") for a in answers]
     *endless, right = await asyncio.gather(*map(router.score, made), return_exceptions=True)

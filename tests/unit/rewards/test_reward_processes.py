@@ -165,7 +165,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[object]:
             raise outcome
         return outcome
 
-    monkeypatch.setattr(math, "_checkers", checker)
+    monkeypatch.setattr(math, "checkers", checker)
     math._compare.cache_clear()
     return outcomes
 

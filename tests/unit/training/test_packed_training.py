@@ -279,7 +279,7 @@ def test_micro_batch_gradients_are_summed_in_float32():
     policy = bf16_policy()
     policy.forward_backward(samples)
     assert all(p.grad is None for p in policy.backend.model.parameters())
-    assert all(m.grad.dtype == torch.float32 for m in policy.backend.optimizer._masters.values())
+    assert all(m.grad.dtype == torch.float32 for m in policy.backend.optimizer.masters.values())
 
 
 def test_masters_survive_a_checkpoint():
