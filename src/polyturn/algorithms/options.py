@@ -266,8 +266,9 @@ class AlgorithmOptions:
     """The total weight of a trajectory's segments. per_token: proportional to their tokens. per_trajectory: equal for all
     trajectories. Within a trajectory all tokens weigh the same, wherever its history was cut into segments."""
     loss_scale: NameOrObject = "default"
-    """The sampled tokens to train: default (all turns), last_round (the last message of each sample), ignore_empty_think,
-    `file.py:function`, or several as `a+b`. Weights that a scheduler set are kept."""
+    """The sampled tokens to train. default or all: all. last_round: the last message of each sample. ignore_empty_think: all
+    but the tokens of `<think></think>`. ignore_think_prefix: all but the `<think>` at the start of a turn. Or
+    `file.py:function`. `a+b` multiplies the weights of both. Weights that a scheduler set are kept."""
     kl: KlOptions | list[KlOptions] = KlOptions()
     """The KL from the weights at the start of the run, or from `model.reference`; a list to have one in the loss and one in
     the reward."""
