@@ -34,7 +34,8 @@ STOOD_IN_FOR = re.compile(r"\b(verl|ms-swift|swift)\b", re.IGNORECASE)
 """Libraries that only `compat` may name; other packages reach them by entry points."""
 
 PHRASES = re.compile(
-    r"\b([Rr]eturn what|Return how|Return where|[Ww]hoever|[Nn]obody|[Ss]omebody)\b|(?<![Tt]here )\bis no (?!longer|\w+er\b)"
+    r"\b([Rr]eturns?\s+what|Returns?\s+how|Returns?\s+where|[Ww]hoever|[Nn]obody|[Ss]omebody|(any|[Ee]very)one else)\b"
+    r"|(?<![Tt]here )\bis no (?!longer|\w+er\b)"
 )
 """Phrases that the style guide replaces by the name of the thing."""
 VAGUE = {"found", "said", "told", "given", "held", "made", "asked", "shown", "place", "way"}
@@ -259,7 +260,7 @@ def no_assert_on_wall_time(tree: Tree) -> Iterator[Violation]:
 
 
 def prose_names_the_thing(tree: Tree) -> Iterator[Violation]:
-    for path, text in tree.texts.items():
+    for path, text in (tree.texts | tree.pages).items():
         for match in PHRASES.finditer(text):
             yield Violation(path, _line(text, match), f"{match[0]!r} hides the thing that it stands for; name it")
 

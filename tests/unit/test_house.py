@@ -63,6 +63,8 @@ def test_each_rule_finds_its_violation(house: ModuleType, tmp_path: Path, capsys
     [
         ('"""Return what a run needs."""', "'Return what' hides"),
         ("# nobody waits", "'nobody' hides"),
+        ('"""The call returns\n    what a run needs."""', "hides the thing"),
+        ('"""Returns where servers run."""', "'Returns where' hides"),
         ("def f():\n    found = 1", "'found' does not tell"),
         ("f = lambda told: told", "'told' does not tell"),
     ],

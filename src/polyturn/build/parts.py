@@ -110,7 +110,7 @@ def build_parts(
         checkpoint: A folder with a Hugging Face model that replaces the configured weights and tokenizer.
         engine: The engine; None makes the configured one.
         has_weights: Whether to load weights; the rollout itself needs only config and shapes.
-        places: Returns where servers run on other machines, given the folder that they load; None starts them here.
+        places: Makes, from the model's folder, the object that starts servers on other machines; None starts them here.
         follows: In a rollout worker, the number of the controller's servers, which the worker only calls.
         check: Called with plug-ins and tools before weights are loaded. The plug-ins are None if further policies must be
             made first.

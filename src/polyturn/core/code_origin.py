@@ -38,7 +38,7 @@ def passed_an_author(problem: BaseException) -> bool:
 
 
 def defined_at(code: Any) -> str:
-    """Return the position of an author's function, class or object as " (tutor.py, line 12)"; "" for code of anyone else.
+    """Return the position of an author's function, class or object as " (tutor.py, line 12)"; "" for all other code.
 
     The position of an object is that of its class.
     """

@@ -27,7 +27,7 @@ class Origin(Enum):
     MODEL = "model"
     """A model: completions, and summaries of them."""
     ENVIRONMENT = "environment"
-    """Everyone else: tools, users, environments, clients, schemas of foreign servers."""
+    """All other authors: tools, users, environments, clients, schemas of foreign servers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
