@@ -108,7 +108,7 @@ def test_episode_holds_samples_and_template_text(load: Load, name: str) -> None:
 
 
 @of_each_template
-def test_environment_text_is_no_control_token(load: Load, name: str) -> None:
+def test_environment_text_never_becomes_a_control_token(load: Load, name: str) -> None:
     assert hostile_violations(load(name), NUM_TEXTS) == []
 
 

@@ -1,4 +1,4 @@
-"""FrozenPolicy: a further policy of a run that is not trained, for an opponent, a simulated user or a judge.
+"""FrozenPolicy: an untrained second model in a run, which plays an opponent, a simulated user or a judge.
 
     reply = await policies["opponent"].say([{"role": "user", "content": "Your move."}], seed=7, session="g0/1:seat 1")
     reply.message.text, reply.version          ->  "[4]", 12
@@ -88,7 +88,7 @@ class FrozenPolicy:
         Args:
             messages: The conversation; the policy's own messages have the role "assistant".
             seed: The seed of the sampling.
-            session: The conversation's id if more requests will follow; call `end` afterwards. None keeps no cache.
+            session: The conversation's id, under which the engine keeps its cache until `end`; None for a single request.
             sampling: Replaces the default sampling.
 
         Raises:
@@ -151,8 +151,8 @@ def policy_named(name: Any, policies: Policies, *, who: str) -> FrozenPolicy:
         UnknownNameError: the run has no policy of that name.
     """
     if not isinstance(name, str) or name not in policies:
-        hint = did_you_mean(str(name), policies) if policies else " Add its model to the section `policies`."
-        raise UnknownNameError(f"{who}: the run has no further policy {name!r}.{hint}")
+        hint = did_you_mean(str(name), policies) if policies else " Add its model there."
+        raise UnknownNameError(f"{who}: the section `policies` has no {name!r}.{hint}")
     policies[name].is_named = True
     return policies[name]
 

@@ -625,7 +625,7 @@ async def test_impossible_rewards_are_named(names: list[str], options: Any, erro
 
 
 @pytest.mark.parametrize("total", ["high", None, math.nan])
-async def test_total_reward_that_is_no_number_is_named(total: Any) -> None:
+async def test_non_numeric_total_reward_is_named(total: Any) -> None:
     trajectory = await play_swift(adding(rollout_infos={"total_reward": total}), ["a", "b"], max_turns=2)
     with pytest.raises(RewardError, match=f"total_reward of request_id=g0/0 is {total!r}"):
         await score(trajectory, use_gym_env=True)

@@ -336,7 +336,7 @@ def test_file_with_one_value_is_refused(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize(("sets", "key"), [("5: {lr: 1}", "5"), ("on: {lr: 1}", "True")])
-def test_key_that_is_no_text_is_named(tmp_path: Path, sets: str, key: str) -> None:
+def test_non_text_key_is_named(tmp_path: Path, sets: str, key: str) -> None:
     message = refused(tmp_path, f"sets: {{{sets}}}")
     assert message == f"sets has the key {key} (in run.yaml); a key must be a text; write it in quotes"
 

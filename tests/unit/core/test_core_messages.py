@@ -117,7 +117,7 @@ def test_array_of_pixels_becomes_a_picture(shape: tuple[int, ...]):
 
 
 @pytest.mark.parametrize("values", [[0.0, 0.5], [0.0, 1.0], [-1, 255], [0, 256], [0.0, np.nan]])
-def test_array_whose_values_are_no_pixels_is_refused(values: list[float]):
+def test_array_without_pixel_values_is_refused(values: list[float]):
     refuses(lambda: to_source("image", np.array([values])), DataError, "from 0 to 255", f"{values[1]:g}")
 
 

@@ -412,7 +412,7 @@ async def test_variables_reach_the_server_as_text(interpreter: str):
 
 
 @pytest.mark.parametrize("variables", [{"WORKERS": [4]}, {"WORKERS": None}, {"DEBUG": True}, ["WORKERS=4"]])
-def test_variables_that_are_no_texts_are_refused(interpreter: str, variables: Any):
+def test_non_text_variables_are_refused(interpreter: str, variables: Any):
     options = {"python": interpreter, "variables": variables}
     refuses(lambda: find_adapter("openenv:guess.app:app", options), ConfigError, "variables")
 

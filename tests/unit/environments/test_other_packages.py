@@ -189,7 +189,7 @@ def test_public_methods_of_a_trl_class_are_tools():
     assert look["name"] == "look" and look["parameters"]["properties"] == {}
 
 
-def test_static_method_of_a_trl_class_is_no_tool(tmp_path: Path):
+def test_static_method_of_a_trl_class_is_not_offered_as_tool(tmp_path: Path):
     (tmp_path / "game.py").write_text(
         "class Game:\n    def reset(self): pass\n    def go(self) -> str:\n        'Go.'\n"
         "    @staticmethod\n    def helper(): pass\n"

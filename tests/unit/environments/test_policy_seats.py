@@ -193,7 +193,7 @@ URL = {"url": "http://x/v1", "model": "m"}
         (["policy", "policy2"], UnknownNameError, "`policies`"),
         (["policy", {"url": "http://x/v1"}], ConfigError, "needs url and model"),
         (["policy", {**URL, "temprature": 1}], UnknownNameError, "Did you mean 'temperature'?"),
-        (["policy", {"policy": "pst"}], UnknownNameError, "no further policy 'pst'"),
+        (["policy", {"policy": "pst"}], UnknownNameError, "`policies` has no 'pst'"),
         (["policy", {"policy": "past", "temprature": 1}], UnknownNameError, "Did you mean 'temperature'?"),
         (["policy", {"policy": "past", "temperature": -1}], ConfigError, "temperature is -1"),
         (["policy", {"policy": "past", "system": 5}], ConfigError, "system is 5"),

@@ -321,7 +321,7 @@ async def test_endless_integer_is_not_a_reward() -> None:
         await RewardRouter(function=lambda trajectory: 10**400).score(trajectory(turn()))
 
 
-def test_infos_of_turns_may_have_keys_that_are_no_texts() -> None:
+def test_infos_of_turns_may_have_non_text_keys() -> None:
     made = Turn(
         index=0,
         message=Message(role="assistant", content="x"),

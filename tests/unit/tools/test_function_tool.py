@@ -136,7 +136,7 @@ class Shop:
 
 
 @pytest.mark.parametrize("function", [functools.partial(everything, unit="km"), Shop()])
-def test_object_that_is_no_function_is_refused(function: Any) -> None:
+def test_object_other_than_a_function_is_refused(function: Any) -> None:
     refuses(lambda: polyturn.tool(function), ConfigError, type(function).__name__)
     refuses(lambda: FunctionTool(function, name="it", schema=search.schema), ConfigError, type(function).__name__)
 

@@ -82,7 +82,7 @@ def test_weights_choose_the_learnt_turns():
     assert sorted(set(sample.turn_ids.tolist())) == [-1, 0, 1]
 
 
-def test_weight_that_is_no_number_is_refused_with_its_row():
+def test_non_numeric_weight_is_refused_with_its_row():
     for loss in ("high", float("nan"), None):
         messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "a", "loss": loss}]
         refuses(
@@ -94,7 +94,7 @@ def test_weight_that_is_no_number_is_refused_with_its_row():
 
 
 @pytest.mark.parametrize("row", [[1], "a text", None])
-def test_row_that_is_no_object_is_refused(row):
+def test_non_object_row_is_refused(row):
     refuses(lambda: Conversation.from_row(row, where="said.jsonl, line 7"), DataError, "said.jsonl, line 7", repr(row))
 
 

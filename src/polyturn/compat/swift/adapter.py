@@ -1,11 +1,11 @@
 """SwiftScheduler: runs a scheduler written for ms-swift as the scheduler of native episodes.
 
     rollout: {scheduler: mine, …}        a name that a plug-in registered in `multi_turns`
-    rollout: {scheduler: "mine.py:Mine"} its class
+    rollout: {scheduler: "mine.py:Mine"} a class in a file
 
 The user's object controls the episode. Every generation goes through `EpisodeEngine`, so limits, errors, recording and token
-ids are native. The result of its `run` determines what is trained (`turn_weights.py`) and what reward functions read. A turn
-that is in no output has loss weight 0.
+ids are native. Its `run` returns outputs, which determine the loss weights (`turn_weights.py`) and the input of reward
+functions. A turn that is in none of the outputs has loss weight 0.
 """
 
 from __future__ import annotations
@@ -108,11 +108,11 @@ class SwiftScheduler(MultiTurnScheduler):
         self._lives: dict[str, _Live] = {}
 
     def __copy__(self) -> SwiftScheduler:
-        """Return itself: the state of a trajectory is stored under its id."""
+        """Return self: `_lives` has the state of each trajectory under its id."""
         return self
 
     def check_task(self, task: Task) -> None:
-        """Refuse a row that lacks a column of the shipped scheduler, or names an unknown environment or context manager."""
+        """Refuse a row without a column that the scheduler needs, or with an unknown environment or context manager."""
         request = to_request(task, uuid=task.id)
         self._check_batches(request)
         columns = request.data_dict
@@ -134,7 +134,7 @@ class SwiftScheduler(MultiTurnScheduler):
                 context_managers.find(manager)
 
     def _check_batches(self, request: RolloutInferRequest) -> None:
-        """Check a user's own `async_infer` once. The first `run` checks it if the check needs a tokenizer or the engine."""
+        """Check a user's own `async_infer` once; in the first `run` if the check needs a tokenizer or the engine."""
         if self._is_checked or self._has_tried:
             return
         self._has_tried = True

@@ -1,12 +1,12 @@
 """The isolation of a sandbox: finds the best one that this machine supports, and makes its command line.
 
-    as root       bubblewrap in the machine's user namespace; the worker then switches to a separate user for each
-                  sandbox, so that the kernel's limit of processes applies
+    as root       bubblewrap without a new user namespace; the worker then switches to a user that only this sandbox has,
+                  because the kernel limits the number of processes per user
     as a user     bubblewrap in a new user namespace
     no bubblewrap only resource limits: refused unless `allow_unsafe` is set
 
-A sandbox has no network, sees only its own processes, has /usr and the interpreter read-only and a private /tmp, and gets no
-variables of this process's environment.
+A sandbox has no network and sees only its own processes. /usr and the interpreter are read-only, /tmp is private. The
+environment variables are those in ENVIRONMENT, not the trainer's.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ INSTALL = "install bubblewrap (`make system`, or `apt-get install bubblewrap`)"
 class Isolation(enum.Enum):
     """The separation of the code from the machine."""
 
-    ROOT = "bubblewrap, as a user of its own"
+    ROOT = "bubblewrap, with a separate user for each sandbox"
     USER = "bubblewrap, in a user namespace"
     NONE = "resource limits alone"
 
@@ -91,7 +91,7 @@ def bwrap(isolation: Isolation, limits: SandboxLimits, *, python: str, filter_fd
     for file in _FROM_ETC:
         command += ["--ro-bind-try", file, file]
     for folder in interpreter_folders(python):
-        for parent in reversed(Path(folder).parents[:-1]):  # parent folders, which are otherwise empty
+        for parent in reversed(Path(folder).parents[:-1]):  # they contain only the path to the folder
             command += ["--perms", "0755", "--dir", str(parent)]
         command += ["--ro-bind", folder, folder]
     size = str(limits.disk_mb << 20)
@@ -124,7 +124,7 @@ def interpreter_folders(python: str) -> Sequence[str]:
     try:
         completed = subprocess.run([python, "-I", "-S", "-c", code], capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError) as problem:
-        raise ConfigError(f"python is {python!r}, which is not an interpreter that starts: {problem}") from problem
+        raise ConfigError(f"python is {python!r}, which does not start as an interpreter: {problem}") from problem
     folders = {*completed.stdout.split("\n"), *_environment(python)} - {""}
     return tuple(sorted(f for f in folders if not Path(f).is_relative_to("/usr")))
 

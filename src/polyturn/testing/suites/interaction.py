@@ -38,16 +38,16 @@ async def check_interaction(
 ) -> None:
     """Check that an interaction keeps its contract with the framework, and report all problems.
 
-    The suite checks the ids of episodes, and for several texts of the model the score and the four values of a reply. It
-    also checks that concurrent episodes do not affect each other, that their state is freed, that the event loop is not
-    blocked, and that a whole episode works.
+    The suite checks the id that `start_interaction` returns. It also checks the four values that `generate_response`
+    returns, and the final score, for `says` and for unusual texts. Concurrent episodes must not affect each other, their
+    state must be freed, and no call may block the event loop. At the end a whole episode runs.
 
     Args:
         interaction: The interaction to check.
         says: The model's turns.
         prompt: The task's prompt.
         is_deterministic: Whether equal conversations get equal replies; False if a model or a service answers.
-        row: The row's interaction kwargs.
+        row: Arguments of the interaction, as a row of the dataset would give them.
 
     Raises:
         ContractError: the interaction breaks its contract; the message lists the problems.
@@ -90,7 +90,7 @@ class _InteractionSuite:
         )
         self._findings.expect(ids[0] != ids[1], f"start_interaction(None) returned {ids[0]!r} twice; return new ids")
         async with self._findings.calling(
-            "finalize_interaction", advice="an episode may end before its first turn, and every id is finalized once"
+            "finalize_interaction", advice="accept an episode that ends before its first turn"
         ):
             for instance_id in ids:
                 await self._interaction.finalize_interaction(instance_id)
