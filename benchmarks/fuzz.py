@@ -194,7 +194,7 @@ def families() -> dict[str, TurnParser]:
 
 
 def problem_of(turn: ParsedTurn) -> str | None:
-    """Return how a parsed turn breaks the contract of parsers."""
+    """Return a parsed turn's violation of the contract of parsers; None if there is none."""
     if len({c.id for c in turn.tool_calls}) < len(turn.tool_calls):
         return "ids are not unique"
     for call in turn.tool_calls:

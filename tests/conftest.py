@@ -117,7 +117,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Return what installs a distribution for a test: its modules, and what its metadata say of entry points."""
+    """Return a function that installs a distribution for a test: its modules and its entry points."""
 
     def made(name: str, points: Mapping[str, Mapping[str, str]], *, version: str = "1.0", **modules: str) -> None:
         folder = tmp_path / f"site-{name}"

@@ -62,7 +62,7 @@ def interpreter(engine: str) -> Path:
 def launch_spec(
     engine: str, model: Path, *, max_context: int = MAX_CONTEXT, sees: bool = False, way: Transport = "gloo"
 ) -> LaunchSpec:
-    """Return how `engine` serves the model in `model` on a CPU, as a run would start it; weights come by a folder too."""
+    """Return the launch of a server of `model` on a CPU, as a run starts it; it also loads weights from a folder."""
     make = getattr(serve_commands, f"{engine}_command")
     spec = make(
         python=str(interpreter(engine)), model=model, max_context=max_context, device="cpu", sees=sees, transport=way

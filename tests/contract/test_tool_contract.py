@@ -40,7 +40,7 @@ def small_index() -> Path:
     return folder
 
 
-NOWHERE = "http://127.0.0.1:9/"  # nobody answers there, which every tool that asks a service must live with
+NOWHERE = "http://127.0.0.1:9/"  # no server listens there; each tool that asks a service has to cope
 
 TOOLS = {
     "base": lambda: BaseTool({}, SCHEMA),

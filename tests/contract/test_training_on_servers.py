@@ -23,7 +23,7 @@ def settings_for(kind, folder):
 
 
 def train(kind, folder, *settings):
-    """Train the tiny run on servers of this kind; return what it printed."""
+    """Train the tiny run on servers of this kind; return its output."""
     called = call_command(main, "train", write_tiny_run(folder), *settings_for(kind, folder), *settings)
     log = folder / "server.log"
     assert called.code == 0, called.err + (log.read_text()[-2000:] if log.exists() else "")

@@ -52,7 +52,7 @@ async def arrives(kind, url, folder):
 
 
 async def breaks_off(kind, url, folder):
-    """Weights that break off can be sent again, and between the two the server's are nobody's."""
+    """A broken-off transfer can be repeated; until then the server's weights count as unknown."""
     engine = client(kind, url, folder)
     post = engine._post
 

@@ -279,7 +279,7 @@ def test_frozen_objects_stay_frozen(tmp_path: Path) -> None:
     gc.freeze()
     frozen = gc.get_freeze_count()
     polyturn.train(**given(tmp_path, steps=1))
-    assert gc.get_freeze_count() > 0.9 * frozen > 0, "all but what nobody holds any more"
+    assert gc.get_freeze_count() > 0.9 * frozen > 0, "all objects that are still referenced"
 
 
 ON_RANKS = {

@@ -77,4 +77,4 @@ def test_short_run_goes_through_the_sandbox(tmp_path: Path) -> None:
     )
     assert called.code == 0 and "before and after" in called.out, called.err
     seen = [m.text for t in open_store(tmp_path / "sandbox").trajectories(split="train") for m in t.messages]
-    assert any(re.fullmatch(r"\d+\n", text) for text in seen), f"nobody printed a number: {seen}"
+    assert any(re.fullmatch(r"\d+\n", text) for text in seen), f"no call printed a number: {seen}"

@@ -75,7 +75,7 @@ class ScriptedServer:
 
     @property
     def num_left(self) -> int:
-        """How many completions of the script nobody asked for."""
+        """Number of completions in the script that no request has asked for."""
         return len(self._says)
 
     def happened(self) -> None:
@@ -120,7 +120,7 @@ class ScriptedServer:
             return self._completion(body, ids, is_cut=True)
 
     def _spoken(self, body: dict[str, Any]) -> Any:
-        """Return what the script says next, once it is this request's turn."""
+        """Return the script's next completion, once it is this request's turn."""
         with self._changes:
             self._waiting.append(body)
             self._changes.notify_all()

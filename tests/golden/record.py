@@ -126,7 +126,7 @@ NEARLY = ("logprobs", "policy_logprobs")
 
 
 def run(name: str, folder: Path) -> dict[str, Any]:
-    """Run a scenario in a folder that is not there yet, and return what it left."""
+    """Run a scenario in a folder that is not there yet, and return its record."""
     scenario = SCENARIOS[name]
     shutil.copytree(SCENARIO_FOLDER / name, folder)
     if scenario.has_example:
@@ -327,7 +327,7 @@ def _row(row: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _opened(value: Any) -> Any:
-    """Return what a JSON object in a string says, in columns and in the structs of their lists."""
+    """Parse strings that contain JSON, in columns and in the structs of their lists."""
     if isinstance(value, Mapping):
         return {name: _opened(one) for name, one in value.items()}
     if isinstance(value, list) and value and isinstance(value[0], Mapping):
@@ -339,7 +339,7 @@ def _opened(value: Any) -> Any:
 
 
 def _kept(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return what `LEFT_OUT` does not name; `where` is "metrics", "rows" or "rows: COLUMN"."""
+    """Return the values that `LEFT_OUT` does not name; `where` is "metrics", "rows" or "rows: COLUMN"."""
     between = "." if ":" in where else ": "
     return {
         name: value
@@ -378,7 +378,7 @@ def _shortened(asked: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _num_common(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Return how many items two lists have in common at their beginnings."""
+    """Return the length of the common beginning of two lists."""
     pairs = zip(one, other, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
@@ -441,7 +441,7 @@ def names(record: Mapping[str, Any]) -> dict[str, set[str]]:
 
 
 def differences(old: Any, new: Any, *, near: float, at: str = "") -> list[str]:
-    """Return where two records differ: logprobs by more than `near`, metrics by that share of them, all else at all."""
+    """Return the differences of two records: logprobs beyond `near`, metrics beyond that share of them, of all else any."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         gone = [f"{at}/{name} is gone" for name in old if name not in new]
         come = [f"{at}/{name} is new: {_brief(new[name])}" for name in new if name not in old]
@@ -470,7 +470,7 @@ def _brief(value: Any) -> str:
 
 
 def fixture(name: str) -> dict[str, Any]:
-    """Return what was recorded of a scenario."""
+    """Return the record of a scenario."""
     found: dict[str, Any] = json.loads((FIXTURES / f"{name}.json").read_text(encoding="utf-8"))
     return found
 
@@ -512,7 +512,7 @@ def _record_of(checkout: Path, chosen: Sequence[str], out: Path) -> dict[str, An
 
 
 def _compare(checkout: Path, chosen: Sequence[str]) -> list[str]:
-    """Return where this code and that of another checkout differ on this machine, to the last bit."""
+    """Return the differences, to the last bit, between this code and another checkout on this machine."""
     with tempfile.TemporaryDirectory() as folder:
         theirs = _record_of(checkout.resolve(), chosen, Path(folder) / "theirs.json")
         ours = _record_of(HERE.parents[1], chosen, Path(folder) / "ours.json")

@@ -556,7 +556,7 @@ def assert_equal(found: Found, expected: Found) -> None:
 
 
 def in_order(game: Game, groups: list[list[Seen]], found: list[list[list[float]]]) -> Found:
-    """Return what agents have as what their plays have, in the order of time."""
+    """Return the numbers of agents as numbers of their plays, in the order of time."""
     told: dict[tuple[int, int], list[tuple[int, float]]] = {
         (g, m): [] for g, plays in enumerate(game.groups) for m in range(len(plays))
     }

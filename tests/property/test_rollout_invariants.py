@@ -1,7 +1,7 @@
 """I1 to I4, I9, I12 and I13 over whole episodes: random failures, time-outs, cancellations, rewrites and full contexts.
 
 One hypothesis plan says what everything around the loop does: what the model says, how tools and the interaction behave
-at each point of their lives, whether the scheduler edits the history, which limits there are, and when somebody cancels.
+at each point of their lives, whether the scheduler edits the history, the limits, and when an episode is cancelled.
 """
 
 from __future__ import annotations

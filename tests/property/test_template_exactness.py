@@ -119,7 +119,7 @@ def test_rendered_prompt_equals_the_template(load: Load, name: str) -> None:
 
 @of_each_template
 def test_prompt_cannot_end_or_open_a_turn(load: Load, name: str) -> None:
-    """A row of a dataset may explain a tag; it cannot speak as somebody else."""
+    """A row of a dataset may explain a tag; it cannot speak as another author."""
     assert prompt_violations(load(name)) == []
 
 

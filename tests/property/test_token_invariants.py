@@ -82,7 +82,7 @@ def grow(codec: Codec, encoder: DeltaEncoder, messages: list[Message], say: Call
 
 
 def chatml(message: Message) -> str:
-    """Return what a model trained on ChatML with hermes calls samples to say `message`."""
+    """Return the text of `message` as a model trained on ChatML with hermes calls samples it."""
     blocks = [
         "<tool_call>\n" + json.dumps({"name": c.name, "arguments": dict(c.arguments)}, ensure_ascii=False) + "\n</tool_call>"
         for c in message.tool_calls

@@ -99,7 +99,7 @@ def test_trajectories_keep_their_reward_and_scores(seed: int, count: int, size: 
         if s.turn_scores is not None:
             assert np.array_equal(s.turn_scores, np.float32(expected), equal_nan=True)
         rewards = [m.reward.total for m in group.trajectories if m.reward is not None]
-        # Whoever is alone with a reward, its siblings having failed, teaches nothing.
+        # A trajectory whose siblings all failed teaches nothing.
         advantage = (s.reward - np.mean(rewards)) / (np.std(rewards, ddof=1) + 1e-6) if len(rewards) > 1 else 0.0
         assert s.advantages[s.loss_weights != 0] == pytest.approx(np.full(s.num_weighted, advantage), abs=1e-5)
     # Every sampled token that was not cut away is trained once.

@@ -88,7 +88,7 @@ def kill_until_done(
 
 
 def ledger_problems(run: Path, *, steps: int) -> list[str]:
-    """Return what is wrong with the records of a run that visits its tasks in order, one wave of tickets a step."""
+    """Return the problems in the records of a run that visits its tasks in order, one wave of tickets a step."""
     problems = []
     trained = [line["step"] for line in _metrics(run) if "buffer/groups" in line]
     if trained != list(range(1, steps + 1)):

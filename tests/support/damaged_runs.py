@@ -46,7 +46,7 @@ def change_row(run: Path, change: Callable[[Row], object], at: int = 0) -> str:
 
 
 def record(change: Callable[[Any], object]) -> Callable[[Row], object]:
-    """Return what changes the trajectory in a row, which is JSON."""
+    """Return a function that changes the trajectory in a row, which is JSON."""
 
     def change_json(row: Row) -> None:
         data = json.loads(row["trajectory"])
@@ -57,17 +57,17 @@ def record(change: Callable[[Any], object]) -> Callable[[Row], object]:
 
 
 def spans(**values: Any) -> Callable[[Row], object]:
-    """Return what sets fields of every span."""
+    """Return a function that sets fields of every span."""
     return record(lambda data: [span.update(values) for segment in data["segments"] for span in segment["spans"]])
 
 
 def turns(**values: Any) -> Callable[[Row], object]:
-    """Return what sets fields of every turn."""
+    """Return a function that sets fields of every turn."""
     return record(lambda data: [turn.update(copy.deepcopy(values)) for turn in data["turns"]])
 
 
 def results(**values: Any) -> Callable[[Row], object]:
-    """Return what sets fields of every result of a tool, in the record and in its column."""
+    """Return a function that sets fields of every tool result, in the record and in its column."""
 
     def change(row: Row) -> None:
         record(lambda data: [r.update(copy.deepcopy(values)) for turn in data["turns"] for r in turn["tool_results"]])(row)

@@ -207,7 +207,7 @@ class _Writer:
         return "".join(w + draw.choice(_GAPS) for w in chosen[:-1]) + "".join(chosen[-1:])
 
     def heard(self) -> str:
-        """Return what the environment says."""
+        """Return a text of the environment."""
         draw = self.draw
         if self._kind == "hostile":
             return hostile_text(draw, self._markers)
@@ -218,7 +218,7 @@ class _Writer:
         return f"\n {text} \n" if padding else text
 
     def turn(self, index: int, *, is_last: bool) -> Message:
-        """Return what the model says."""
+        """Return a message of the model."""
         draw = self.draw
         num_calls = 0
         if self.has_calls and not is_last and (draw.random() < 0.8 or index == 0):
@@ -234,7 +234,7 @@ class _Writer:
         )
 
     def answer(self, message: Message, *, alternates: bool) -> tuple[Message, ...]:
-        """Return what the environment answers: a result for each call, else a user's reply, now and then both."""
+        """Return the environment's answer: a result for each call, else a user's reply, now and then both."""
         results = tuple(
             Message(role="tool", content=self.heard(), tool_call_id=c.id, name=c.name) for c in message.tool_calls
         )

@@ -59,7 +59,7 @@ class Violation:
 
 
 def examine(subject: TemplateCase, told: Dialogue, *, is_uncanonical: bool = False) -> list[Violation]:
-    """Run `told` with the template of `subject` and return what was wrong.
+    """Run `told` with the template of `subject` and return the violations.
 
     Args:
         subject: The template.
@@ -131,7 +131,7 @@ def examine(subject: TemplateCase, told: Dialogue, *, is_uncanonical: bool = Fal
 
 
 def examine_inference(subject: TemplateCase, told: Dialogue) -> list[Violation]:
-    """Run `told` with every turn sampled from a full render, and return what was wrong.
+    """Run `told` with every turn sampled from a full render, and return the violations.
 
     The engine must be shown what the template writes at inference, to the letter, and every sampled token must train once,
     in the context that it was sampled in, however many segments the history's changes make.
@@ -170,7 +170,7 @@ def examine_inference(subject: TemplateCase, told: Dialogue) -> list[Violation]:
 
 
 def examine_text(subject: TemplateCase, text: str) -> list[Violation]:
-    """Let every field that an environment writes say `text`, and return what was wrong with the ids.
+    """Let every field that an environment writes say `text`, and return the violations by its ids.
 
     A user's reply, a tool's result, a result's name, and parts of a content; in the turn after a completion and in a
     history that is rendered again.
@@ -301,7 +301,7 @@ def _sampled(codec: Codec, text: str, *, seed: int | None) -> list[int]:
 
 
 def _endings(between: str, said: Sequence[int], oracle: Oracle) -> list[str]:
-    """Return what may follow a completion: all of `between`, less the end or the opener that the model has written."""
+    """Return the texts that may follow a completion: `between` without the end or the opener that the model has written."""
     last = oracle.decode(said[-1:]) if said else ""
     for end in (*oracle.ends, *oracle.openers.values()):
         if last in (*oracle.ends, *oracle.openers.values(), oracle.tokenizer.eos_token) and between.startswith(end):

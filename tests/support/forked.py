@@ -86,7 +86,7 @@ class Forked:
         if self.returncode is None:
             self._told.settimeout(timeout)
             said = self._told.recv(64)
-            assert said, "whoever waits for it was killed"
+            assert said, "the process that waits for it was killed"
             self.returncode = int(said)
         return self.returncode
 
@@ -162,7 +162,7 @@ def run_file() -> None:
 
 @functools.cache
 def _server() -> socket.socket:
-    """Start the process that is forked, once, and return what it listens to; it ends with this one."""
+    """Start the process that is forked, once, and return the socket that it listens to; it ends with this one."""
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     tests = Path(__file__).parents[1]
     code = f"import sys; sys.path.insert(0, {str(tests)!r}); from support import forked; forked.serve({its.fileno()})"
@@ -184,7 +184,7 @@ def serve(descriptor: int) -> None:
     """Import what commands need, and fork for each that is asked for."""
     for module in IMPORTED:
         importlib.import_module(module)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the processes that wait
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the processes that wait have no parent that waits for them
     with socket.socket(fileno=descriptor) as asked:
         while True:
             message, files, _, _ = socket.recv_fds(asked, _LONGEST, 3)

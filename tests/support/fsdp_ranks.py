@@ -61,12 +61,12 @@ CASE = Case()
 
 
 def sharded(case, model, **changes):
-    """Return what trains `model` over the ranks."""
+    """Return the policy or critic that trains `model` over the ranks."""
     return make(case, model, placement_of(case, "fsdp", CPU), **changes)
 
 
 def gathered(kept):
-    """Return what every rank has."""
+    """Return the values of all ranks."""
     every = [None] * dist.get_world_size()
     dist.all_gather_object(every, kept)
     return every
@@ -109,7 +109,7 @@ def losses():
 
 
 def faults():
-    """Return what comes of faults on one rank: losses and gradients, pictures, and checkpoints of other models."""
+    """Return the results of faults on one rank: losses and gradients, pictures, and checkpoints of other models."""
     found = {
         "shards": bad_steps(Case(), "advantages"),
         "tensor": bad_steps(Case(degrees=split(tensor=2)), "advantages"),
@@ -129,7 +129,7 @@ def faults():
 
 
 def bad_steps(case, field):
-    """Return what comes of two steps that are not finite on one rank alone, of which one may be skipped.
+    """Return the results of two steps that are not finite on one rank alone, of which one may be skipped.
 
     The first is so by the numbers in `field`, the second of a policy by a gradient behind a loss that is finite.
     """
@@ -160,8 +160,8 @@ def written_together(made):
 
 
 def dropout():
-    """Return how far an adapter's gradient under dropout is from one process's that drops the same, and whether a row's
-    ranks have the same of what is whole on each.
+    """Return the distance of an adapter's gradient under dropout from that of one process with the same drops, and whether
+    the ranks of a row have the same values of the parts that are whole on each.
 
     Layers with whole inputs alone: of the others each rank of a row draws for its own columns.
     """
@@ -212,7 +212,7 @@ def exchange():
 
 
 def in_parts():
-    """Return what ranks read and hold of a model's files, what a warm start hands on to a policy and a critic, and the error
+    """Return the parts of a model's files that ranks read and hold, those that a warm start hands on, and the error
     for a folder that lacks a tensor."""
     folder, case, found = folder_of("parts"), Case(kind="qwen3"), {}
     if dist.get_rank() == 0:
@@ -251,12 +251,12 @@ def in_parts():
 
 
 def unowned_bytes(tensors):
-    """Return how many bytes of other parts, such as the whole of a file, are kept in memory for those of this rank."""
+    """Return the bytes of other parts, such as a whole file, that stay in memory because of the parts of this rank."""
     return sum(part.untyped_storage().nbytes() - part.nbytes for part in map(local_part, tensors))
 
 
 def leader():
-    """Return how far a leader with two ranks and one process differ, from whole batches to the weights after three steps.
+    """Return the distance of a leader with two ranks from one process, from whole batches to the weights after three steps.
 
     Shares of unlike weight, an idle rank, and the supervised loss: what each rank gets is normalised over the whole batch.
     """
@@ -298,7 +298,7 @@ def leader():
 
 
 def shifted(many, samples, own):
-    """Return how far weights are from what they were, once each group was moved so that scores differ, and put back."""
+    """Move each group of weights so that scores differ, put it back, and return the remaining difference of the weights."""
     before = many.score(samples)
     assert many.backend.weight_groups() == list(groups_of(own))
     for group in many.backend.weight_groups():
@@ -310,7 +310,7 @@ def shifted(many, samples, own):
 
 
 async def proved(many):
-    """Return what the proof of an engine with weights of its own measured, and how far it is from the ranks afterwards."""
+    """Return the figures of the proof for an engine with separate weights, and its distance from the ranks afterwards."""
     engine = EmbeddedEngine(exact_model(7).eval(), num_slots=4)
     report = await WeightSync(engine, many, WeightProbe(vocab_size=VOCAB, num_prompts=1, num_tokens=8)).start(3)
     assert report.num_groups == len(many.backend.weight_groups())

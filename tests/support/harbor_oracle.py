@@ -93,7 +93,7 @@ async def rewards(folder: str, agent: str, trials: Path) -> dict[str, float]:
 
 
 def read(folder: str):
-    """Return what Harbor reads of a task.toml; None where it refuses it."""
+    """Return Harbor's own reading of a task.toml; None if Harbor refuses the file."""
     try:
         return json.loads(TaskFile.model_validate_toml((Path(folder) / "task.toml").read_text()).model_dump_json())
     except ValueError:

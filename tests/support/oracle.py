@@ -112,7 +112,7 @@ class Oracle:
         return any(t in text for t in self.markers)
 
     def says(self, dialogue: Dialogue, turn: int) -> str:
-        """Return what the model would have to say in turn `turn`, with what ends it unless it is cut.
+        """Return the text that the model would have to write in turn `turn`, with its end unless it is cut.
 
         Where a history's turns open otherwise than the generation prompt, it is what follows a history's opening; the
         reasoning that a template never shows is said all the same.
@@ -144,7 +144,7 @@ class Oracle:
         return said if spoken.is_cut else said + end
 
     def between(self, dialogue: Dialogue, turn: int, *, is_tame: bool = False) -> str:
-        """Return what the template writes behind turn `turn` up to where the model speaks again, the turn's end included.
+        """Return the template's text between turn `turn` and the model's next text, the turn's end included.
 
         Args:
             dialogue: The conversation.

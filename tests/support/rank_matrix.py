@@ -356,7 +356,7 @@ def loss_of(case):
 
 
 def placement_of(case, backend, device, *, start=None):
-    """Return where this rank's part of a model goes."""
+    """Return the placement of this rank's part of a model."""
     if backend == "megatron":
         from polyturn.training.megatron.placement import Megatron
 
@@ -365,7 +365,7 @@ def placement_of(case, backend, device, *, start=None):
 
 
 def make(case, model, placement=None, **changes):
-    """Return what trains `model`, a policy or a critic; in this process alone without a placement."""
+    """Return the policy or critic that trains `model`; in this process alone without a placement."""
     options = {"optim": OPTIM, "layout": LAYOUTS["rows" if placement is None else case.layout], "placement": placement}
     options |= {"media": vision().media} if case.kind == "vision" else {}
     if case.is_critic:
@@ -413,7 +413,7 @@ def whole_of(backend, *, is_merged=True):
 
 
 def own_weights(made):
-    """Return what one process gives to an engine: an adapter merged, of tied weights the first."""
+    """Return the weights that one process gives to an engine: an adapter merged, of tied weights the first."""
     own = made.backend.network.own_tensors()
     return own if isinstance(made, Critic) else {name: made.backend.weights()[name] for name in own}
 
@@ -458,7 +458,7 @@ def counted_reads(backend):
 
 
 def begin(case, backend, base, device):
-    """Return what the ranks train first, and what was found of the weights that they begin with."""
+    """Return the policy or critic that the ranks train first, and the findings about its first weights."""
     placed, found = functools.partial(placement_of, case, backend, device), {}
     model = copy.deepcopy(base) if case.lora is None else adapted(copy.deepcopy(base), case.lora)
     if case.is_critic:
@@ -486,8 +486,8 @@ def prepared(case, model):
 
 
 def moved(many, base, samples, share):
-    """Return how far scores are from those of one process with the same weights, when every group of them was moved, and
-    whether all are as they were once it was moved back. Ranks that hold the same must move it alike."""
+    """Return the distance of scores from those of one process with the same weights after every group of them was moved, and
+    whether all weights are the same as before once it was moved back. Ranks that hold the same must move it alike."""
     backend, found = many.backend, {}
     before = whole_of(backend)
     for group in backend.weight_groups():
@@ -554,8 +554,8 @@ def trained_alike(case, backend, one, many, samples, mine):
 
 
 def compare(case, backend, device):
-    """Return how far two optimizer steps of the ranks and of one process differ, in scores, loss, gradient, its norm, the
-    weights for engines and the states that both save. Behind the first step the ranks continue from the state of the one
+    """Return the differences of two optimizer steps on the ranks and in one process: in scores, loss, gradient, its norm,
+    the weights for engines and the states that both save. Behind the first step the ranks continue from the state of the one
     process, so that the second shows whether it is whole."""
     row, rows, _ = row_of(case, backend)
     torch.manual_seed(0)

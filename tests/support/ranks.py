@@ -39,7 +39,7 @@ def results_of_ranks(call: str, count: int, out: Path, *arguments: str) -> Any:
 
 
 def bytes_of(field: str) -> int:
-    """Return what the system says of this process: VmRSS, what it has in memory now, or VmHWM, the most it had."""
+    """Return the memory of this process in bytes: VmRSS, the current one, or VmHWM, the largest so far."""
     return 1024 * int(re.search(rf"{field}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
 
 

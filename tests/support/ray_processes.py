@@ -24,7 +24,7 @@ def processes_of(mark: str, word: str) -> list[int]:
 
 
 def wait_until(is_so: Callable[[], object], *, seconds: float = 120.0) -> None:
-    """Return once something is so, or not so after all; whoever asks looks at it again."""
+    """Return once `is_so()` is true, or after `seconds`; the caller checks it again."""
     deadline = time.monotonic() + seconds
     while not is_so() and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -55,7 +55,7 @@ class SchedulerPlan:
     max_turns: int
 
     def kept(self, turn: int, num_tokens: int) -> int:
-        """Return how many of a turn's tokens its move keeps."""
+        """Return the number of a turn's tokens that its move keeps."""
         return int(self.moves[turn].share * num_tokens)
 
 
@@ -90,7 +90,7 @@ def plan_context(plan: SchedulerPlan, *, scheduler: MultiTurnScheduler) -> Rollo
 
 
 def answer(request: GenerateRequest) -> Completion:
-    """Return what the model says to a prompt: some words, the end of the turn or a cut, and a logprob for each token."""
+    """Return the model's completion of a prompt: some words, the end of the turn or a cut, and a logprob for each token."""
     digest = hashlib.sha256(np.asarray(request.prompt_ids, np.int32).tobytes()).digest()
     rng = random.Random(digest)
     codec = tiny_codec()

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def num_steps(work: Callable[[], Any]) -> int:
-    """Return how many calls and returns, of Python's and C's functions alike, `work` makes in this thread.
+    """Return the number of calls and returns, of Python's and C's functions alike, that `work` makes in this thread.
 
     What a single C function does, such as a search with a regular expression, is one step however long it takes.
     """

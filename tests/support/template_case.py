@@ -118,7 +118,7 @@ class TemplateCase:
         return KINDS if self.shows_results else tuple(k for k in KINDS if k not in TOOL_KINDS)
 
     def quiet(self, what: str, messages: Sequence[Message], tools: Sequence[Any]) -> Quiet:
-        """Return what the template itself writes around `messages`, in which nothing is hostile.
+        """Return the template's own text around `messages`, in which nothing is hostile.
 
         Raises:
             RefusedError: the template cannot render them.

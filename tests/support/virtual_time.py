@@ -53,7 +53,7 @@ class _Jumps(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
             if not ready:
                 raise LifecycleError(
                     f"at virtual time {self.now:.3f} s nothing can happen any more and something waits; look for a "
-                    "future that nobody sets"
+                    "future that no code sets"
                 )
             return ready
         ready = super().select(0)
@@ -64,6 +64,6 @@ class _Jumps(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
 
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
-    """Run `main` on a virtual clock to its end and return what it returns."""
+    """Run `main` on a virtual clock to its end and return its result."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(main)

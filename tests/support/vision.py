@@ -89,7 +89,7 @@ def picture(color: str, width: int = 28, height: int = 28) -> Image.Image:
 def trainer_logprobs(
     model: Any, media: MediaProcessor, ids: np.ndarray, images: Sequence[Media], completion: Completion, **options: Any
 ) -> np.ndarray:
-    """Return what the trainer computes for the completion behind the prompt `ids`; `options` are the sample's."""
+    """Return the trainer's scores of the completion after the prompt `ids`; `options` are the sample's."""
     token_ids = np.concatenate([ids, completion.token_ids])
     weights = np.concatenate([np.zeros(len(ids)), np.ones(len(completion.token_ids))])
     sample = sample_of(("g", "t", 0), token_ids, weights, media=tuple(images), **options)

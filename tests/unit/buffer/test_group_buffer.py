@@ -50,7 +50,7 @@ async def test_groups_are_taken_in_the_order_of_their_tickets() -> None:
     tickets = [await buffer.admit() for _ in range(4)]
     for ticket in (3, 1, 2):
         await buffer.put(ticket, group(ticket))
-    assert await is_blocked(buffer.take()), "group 0 is missing, and nobody overtakes it"
+    assert await is_blocked(buffer.take()), "group 0 is missing, and no other group overtakes it"
     assert buffer.num_waiting == 3
     await buffer.put(tickets[0], group(0))
     assert [g.id for g in (await buffer.take()).groups] == ["g0", "g1"]

@@ -27,7 +27,7 @@ def bounded(*, timeout_s: float = 1.0, grace_s: float = 0.5, **options: Any) -> 
 
 
 def num_cancels() -> int:
-    """Return how many cancellations of the running task are pending: a deadline must leave none behind."""
+    """Return the number of pending cancellations of the running task: a deadline must leave none behind."""
     task = asyncio.current_task()
     return task.cancelling()
 

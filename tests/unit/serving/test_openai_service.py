@@ -85,7 +85,7 @@ async def test_episode_is_created_used_ended_and_fetched():
                 assert reply.status == 401 and "needs the episode's reward key" in await reply.text()
         key = {"Authorization": f"Bearer {made['reward_key']}"}
         async with http.post(f"{url}/v1/chat/completions", json={"model": "tiny"}, headers=key) as reply:
-            assert reply.status == 401, "whoever judges asks no model"
+            assert reply.status == 401, "the reward key gives no access to the model"
         async with http.get(url, headers=key) as reply:
             assert await reply.json() == {"status": "live", "num_calls": 2}
         async with http.get(f"{url}/trajectory", headers=key) as reply:
