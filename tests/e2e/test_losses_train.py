@@ -12,6 +12,7 @@ from polyturn import build
 from polyturn.cli.main import main
 from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
+from polyturn.store.stored_run import open_store
 from support.runs import call_command, trained_steps, write_tiny_run
 from support.scripted_server import scripted_server
 
@@ -27,6 +28,13 @@ def train(folder: Path, *overrides: str) -> list[dict[str, float]]:
     return trained_steps(folder / "runs/tiny")
 
 
+def write_unscored(folder: Path) -> None:
+    """Write the tasks of the run with a data_source that has no reward, for `UNSCORED`."""
+    tasks = write_tiny_run(folder).with_name("tasks.jsonl").read_text()
+    (folder / "unscored.jsonl").write_text(tasks.replace('"tiny"', '"talk"'))
+
+
+UNSCORED = ["data.train.files=unscored.jsonl", "train.group_size=1"]
 CRITIC = ["algorithm.kl={place: reward, coef: 0.05, target: 1.0, horizon: 12}", "algorithm.critic.optim.lr=1e-3"]
 
 
@@ -97,7 +105,8 @@ def test_row_without_its_privileged_column_ends_the_start(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_served_teacher_teaches(tmp_path):
+def test_served_teacher_teaches_without_any_reward(tmp_path):
+    write_unscored(tmp_path)
     config = load_config(RunConfig, write_tiny_run(tmp_path), []).config
     build.build_codec(build.ConfigSource(config=config, base=tmp_path)).tokenizer.save_pretrained(tmp_path / "theirs")
 
@@ -108,13 +117,15 @@ def test_served_teacher_teaches(tmp_path):
         return {"choices": [{"prompt_logprobs": entries}]}
 
     with scripted_server(answer) as url:
-        teacher = f"{{url: '{url}', tokenizer: theirs, data_sources: [tiny]}}"
-        steps = train(tmp_path, f"algorithm.served_teachers={{advantage_coef: 0.0, teachers: [{teacher}]}}")
+        teacher = f"{{url: '{url}', tokenizer: theirs, data_sources: [talk]}}"
+        alone = f"algorithm.served_teachers={{advantage_coef: 0.0, teachers: [{teacher}]}}"
+        steps = train(tmp_path, alone, *UNSCORED, "train.groups_per_step=6")
         other = f"{{url: '{url}', tokenizer: theirs, data_sources: [math]}}"
         refused = call_command(
             main, "train", tmp_path / "config.yaml", *RUN, f"algorithm.served_teachers.teachers=[{other}]"
         )
     assert all(s["buffer/samples_taught"] == s["buffer/samples"] > 0 for s in steps)
+    assert not any(name.startswith("reward/") for s in steps for name in s)
     # A policy of random weights gives each of 300 tokens about 1 / 300.
     assert all(s["policy/teacher_gap"] == pytest.approx(np.log(300) - 0.25, abs=0.3) for s in steps)
     assert refused.code == 2 and "'tiny'" in refused.err and "'math'" in refused.err
@@ -132,15 +143,38 @@ def test_served_teacher_that_is_away_ends_the_start(tmp_path):
 
 
 def test_teacher_teaches_without_any_reward(tmp_path):
-    """The student moves towards the teacher, and the loss is only the KL."""
-    train(tmp_path / "first", "train.steps=1", "train.optim.lr=0.05")
+    """The student moves towards the teacher, the loss is only the KL, and no reward is reported."""
+    train(tmp_path / "first", "train.steps=1", "train.optim.lr=0.3")
     teacher = next((tmp_path / "first/runs/tiny").glob("checkpoints/step-*/model"))
     assert AutoModelForCausalLM.from_pretrained(teacher) is not None
     distill = f"algorithm.loss={{name: none, distill: {{teacher: {teacher}, estimator: k3+}}}}"
-    steps = train(tmp_path / "second", distill, "train.steps=6", "train.optim.lr=0.01")
+    write_unscored(tmp_path / "second")
+    length = ["train.steps=6", "train.groups_per_step=48", "engine.num_slots=48", "train.optim.lr=0.02"]
+    steps = train(tmp_path / "second", distill, *UNSCORED, *length)
     kl = [s["policy/kl_to_teacher"] for s in steps]
-    assert np.mean(kl[-2:]) < 0.5 * kl[0]
-    assert all(s["loss/policy"] == 0 for s in steps)
+    assert np.mean(kl[-4:]) < 0.75 * kl[0]
+    assert all(s["loss/policy"] == 0 and s["buffer/samples_kept"] > 0 for s in steps)
+    assert not [name for s in steps for name in s if name.startswith("reward/") or name == "rollout/success"]
+    trajectories = list(open_store(tmp_path / "second/runs/tiny").trajectories())
+    assert len(trajectories) == 288 and all(t.reward is None and not t.is_failed for t in trajectories)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["train.dynamic_sampling=2", "train.group_size=2"], "train.dynamic_sampling"),
+        (["algorithm.kl={place: reward, coef: 0.1}"], "algorithm.kl"),
+        (["algorithm.advantage=gae"], "'gae'"),
+        (["evaluation.data={files: unscored.jsonl}"], "evaluation.data"),
+        (["algorithm.loss=ppo_clip"], "no reward for the data_source 'talk'"),
+    ],
+)
+def test_part_that_reads_rewards_is_refused_without_any(tmp_path, overrides, message):
+    without = ["algorithm.loss=none", "algorithm.observation_coef=0.1", *UNSCORED]
+    write_unscored(tmp_path)
+    called = call_command(main, "train", write_tiny_run(tmp_path), *RUN, *without, *overrides)
+    assert called.code == 2 and message in called.err and "Traceback" not in called.err
+    assert not (tmp_path / "runs").exists()
 
 
 def test_reference_can_be_another_model(tmp_path):

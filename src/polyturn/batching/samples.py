@@ -8,6 +8,7 @@ segment's prompt and have no weight there. So every sampled token is trained in 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -42,7 +43,7 @@ def to_samples(
             versions=segment.versions,
             observed=segment.observed_mask.astype(np.float32) if observed else None,
             turn_scores=scores_of_turns(trajectory),
-            reward=trajectory.reward.of(segment.agent) if trajectory.reward is not None else 0.0,
+            reward=trajectory.reward.of(segment.agent) if trajectory.reward is not None else math.nan,
             temperature=temperature or 1.0,  # engines report greedy logprobs at 1
             media=segment.media,
             routed_experts=segment.routed_experts,

@@ -16,6 +16,7 @@ from polyturn.config.config_source import ConfigSource, folder_or_name
 from polyturn.config.parts import arguments_of
 from polyturn.core.errors import ConfigError
 from polyturn.core.task import Task
+from polyturn.data.options import MixOptions
 from polyturn.infra.live import names_code
 from polyturn.infra.plugin_shape import CallShape, check_function, required
 from polyturn.infra.plugins import import_attr
@@ -54,17 +55,18 @@ def build_estimator(source: ConfigSource) -> Any:
         check_function(estimator, OF_GROUP, where=where)
     estimator = as_ours("estimator", estimator)
     has_penalties = algorithm.kl_in("reward").coef > 0
+    traits = traits_of(estimator)
     check_estimator(
         estimator,
         name=str(name),
-        group_size=config.train.group_size,
+        # Without the need for rewards no advantage is read, so a group may be too small for the estimator.
+        group_size=max(config.train.group_size, 1 if algorithm.needs_rewards else traits.min_group),
         kwargs=arguments,
         has_penalties=has_penalties,
     )
     weights = DEFAULT_WEIGHTS if config.reward.weights is None else config.reward.weights
     offered = {"weights": {**weights, **({"overlong": 1.0} if config.reward.overlong.buffer else {})}}
     bound = bind_estimator(estimator, offered=offered, kwargs=arguments)
-    traits = traits_of(estimator)
     shape = OF_BATCH if traits.scope == "batch" else OF_GROUP
     if traits.keeps_state:
         shape = dataclasses.replace(shape, names=("state",), write=shape.write.replace("**options", "*, state, **options"))
@@ -124,6 +126,31 @@ def require_scores(parts: Parts, estimator: Any) -> None:
             f"the estimator {config.algorithm.advantage.name!r} needs scores of turns, and this run has neither tools nor "
             f"interactions, and the scheduler {config.rollout.scheduler!r} scores none; set rollout.interactions or "
             "rollout.tools, use a scheduler that scores turns such as gym, or an estimator of outcomes such as grpo"
+        )
+
+
+def refuse_without_rewards(source: ConfigSource, estimator: Any, *, task: Task) -> None:
+    """Raise for a part that reads rewards, in a run in which nothing scores `task`.
+
+    Raises:
+        ConfigError: the run resamples or drops groups by their rewards, subtracts a KL from rewards, chooses tasks by
+            success, or has an estimator that needs more than rewards.
+    """
+    from polyturn.algorithms.advantages import traits_of
+
+    config, traits = source.config, traits_of(estimator)
+    name, sampler = config.algorithm.advantage.name, config.data.sampler
+    readers = {
+        "train.dynamic_sampling": config.train.dynamic_sampling > 0,
+        "algorithm.drop_zero_variance": drops_zero_variance(source, estimator),
+        "algorithm.kl, of which one has place reward,": config.algorithm.kl_in("reward").coef > 0,
+        "data.sampler.by_success": isinstance(sampler, MixOptions) and sampler.by_success > 0,
+        f"algorithm.advantage {name!r}": traits.needs_values or traits.needs_greedy or traits.needs_turn_scores,
+    }
+    if reader := next((key for key, is_set in readers.items() if is_set), None):
+        raise ConfigError(
+            f"{reader} needs rewards, and nothing scores task {task.id!r} (data_source {task.data_source!r}); remove the "
+            "setting, or set reward.function or a route for the data_source"
         )
 
 

@@ -9,6 +9,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 from polyturn.batching.loss_scale import build_loss_scale
 from polyturn.build.algorithm import (
@@ -16,6 +17,7 @@ from polyturn.build.algorithm import (
     check_algorithm,
     check_further_models,
     check_teacher_servers,
+    refuse_without_rewards,
     require_scores,
     task_check,
 )
@@ -56,16 +58,28 @@ def check_each(
     *,
     name: str,
     needs_name: bool,
+    needs_rewards: bool = True,
     also: Callable[[Task], object] = lambda task: None,
 ) -> DatasetSummary:
     """Read every task once and check that it can be scored and run; return a summary of all tasks.
 
     `name` is the name of the tasks in messages, and `also` makes further checks of every task. With `needs_name`, tasks with
-    interaction_kwargs must name an interaction.
+    interaction_kwargs must name an interaction. Without `needs_rewards`, tasks of data.train need no scorer.
     """
 
+    def check_scorer(task: Task) -> None:
+        router, scoring = plugins.rewarder, tools.scoring
+        is_given = needs_rewards or plugins.scheduler.gives_reward
+        if is_given or router.scores(task, tools=tools.tools, scoring=scoring):
+            router.check([task], tools=tools.tools, scoring=scoring)
+        elif name != "data.train":
+            raise DataError(
+                f"{name}, task {task.id!r}: nothing scores its data_source {task.data_source!r}; this training needs no "
+                "rewards, but an evaluation reports them, so set reward.function or a route, or set evaluation.data to null"
+            )
+
     def check(task: Task) -> None:
-        plugins.rewarder.check([task], tools=tools.tools, scoring=tools.scoring)
+        check_scorer(task)
         plugins.scheduler.check_task(task)
         for used in select_tools(task, tools.tools).names:
             _require_arguments(tools.tools[used], task, where=f"{name}, task {task.id!r}")
@@ -134,11 +148,12 @@ def check_first_tasks(
     """
     if plugins is None or tools is None:
         return
-    needs_name = config_source.config.compat.require_interaction_name
+    config = config_source.config
+    needs = {"needs_name": config.compat.require_interaction_name, "needs_rewards": config.algorithm.needs_rewards}
     summaries = {}
     for name, source in sources.items():
         first = Subset(source, range(min(len(source), FIRST_TASKS)))
-        summaries[name] = check_each(plugins, tools, first, name=name, needs_name=needs_name)
+        summaries[name] = check_each(plugins, tools, first, name=name, **needs)
     # Only if all tasks were read: an unread task may use tools and interactions that the read tasks do not use.
     if all(len(source) <= FIRST_TASKS for source in sources.values()):
         _refuse_unused(plugins.interactions, tools.tools, summaries)
@@ -157,6 +172,7 @@ def check_training(parts: Parts, tasks: RunTasks) -> None:
     build_sampler(parts.source, tasks.train)()
     check_teacher_servers(parts)
     summaries = {"data.train": _read_tasks(parts, tasks.train, name="data.train", also=task_check(parts.source))}
+    _check_unscored(parts, tasks.train, estimator)
     if tasks.eval_sets:
         summaries["evaluation.data"] = _read_tasks(parts, tasks.eval_sets[0].tasks, name="evaluation.data")
     _refuse_tools_not_offered(parts.context)
@@ -171,6 +187,20 @@ def check_training(parts: Parts, tasks: RunTasks) -> None:
             logger.warning(
                 "policies.%s is loaded but not used: no seat, simulated user or judge in the configuration names it", name
             )
+
+
+def _check_unscored(parts: Parts, tasks: Sequence[Task], estimator: Any) -> None:
+    """If the run needs no rewards, log how many tasks have none, and raise for settings that read them."""
+    context = parts.context
+    if context.needs_rewards or context.scheduler.gives_reward:
+        return
+    unscored = [task for task in tasks if not context.scores(task)]
+    if unscored:
+        refuse_without_rewards(parts.source, estimator, task=unscored[0])
+        logger.info(
+            "data.train: nothing scores %d of %d tasks, so their trajectories have no reward, which the loss does not read",
+            *(len(unscored), len(tasks)),
+        )
 
 
 def check_warm_start(source: ConfigSource) -> None:
@@ -366,8 +396,8 @@ def _read_tasks(
         bar.advance()
 
     with Progress(f"check {name}", len(tasks)) as bar:
-        needs_name = context.require_interaction_name
-        summary = check_each(context, context.tools, tasks, name=name, needs_name=needs_name, also=measure)
+        needs = {"needs_name": context.require_interaction_name, "needs_rewards": context.needs_rewards}
+        summary = check_each(context, context.tools, tasks, name=name, **needs, also=measure)
     for (column, known), count in near.items():
         logger.warning(
             "%s: %d of %d tasks have the column %r, which only rewards, tools and interactions read; did you mean %r?",

@@ -206,6 +206,7 @@ def build_context(source: ConfigSource, plugins: Plugins, policies: FurtherPolic
     rollout = source.config.rollout
     return RolloutContext(
         **plugins._asdict(),
+        needs_rewards=source.config.algorithm.needs_rewards,
         also=tuple(one.engine for one in policies.by_name.values()),
         interaction_timeout_s=rollout.interaction_timeout_s,
         scheduler_timeout_s=rollout.scheduler_timeout_s,

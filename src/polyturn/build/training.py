@@ -166,6 +166,7 @@ def build_update(parts: Parts, policy: ModelPolicy) -> Update:
             drop_small_groups=algorithm.loss.distill is None and not algorithm.learns_without_rewards,
             drop_zero_variance=drops_zero_variance(source, estimator),
             correction=build_correction(source),
+            needs_rewards=algorithm.needs_rewards,
         ),
         kl=policy.kl if algorithm.kl_in("loss").target is not None else None,
         entropy=policy.entropy if algorithm.entropy_target is not None else None,

@@ -405,6 +405,12 @@ class AlgorithmConfig(AlgorithmOptions):
     critic: CriticSettings = field(default_factory=CriticSettings)
     loss: Annotated[NamedLossOptions | OwnLoss, BY_NAME] = field(default_factory=PpoOptions)
 
+    @property
+    def needs_rewards(self) -> bool:
+        """Whether rewards change the gradient, so that every task needs one. They do not if the policy loss is `none`, or if
+        advantages come from a teacher alone."""
+        return self.loss.name != "none" and (self.teacher is None or self.teacher.advantage_coef > 0)
+
 
 Amount = Annotated[float, Field(ge=0)]
 

@@ -74,7 +74,7 @@ class TrainSample(Record):
     versions: NDArray[np.int32] | None = None
     """[T] the policy version of each sampled token, -1 elsewhere."""
     reward: float = 0.0
-    """The scalar reward of the trajectory, or of the segment's agent if agents have separate rewards."""
+    """The scalar reward of the trajectory, or of the segment's agent if agents have separate rewards; NaN without one."""
     turn_scores: NDArray[np.float32] | None = None
     """[number of turns] the score of each turn of the trajectory, NaN if it has none; None if no turn was scored. Indexed by
     `turn_ids`: `turn_scores[turn_ids[loss_weights != 0]]`."""

@@ -152,6 +152,19 @@ class RewardRouter:
             f"'interaction', 'tools' or 'turns').{did_you_mean(data_source, [*self._routes, *self._built_in])}"
         )
 
+    def scores(self, task: Task, *, tools: Collection[str] = (), scoring: Collection[str] | None = None) -> bool:
+        """Return whether a function, an interaction, tools or turn scores give a task its reward.
+
+        A reward that the scheduler may give to an episode does not count. `tools` and `scoring` are those of `check`.
+        """
+        try:
+            target = self._target(task)
+        except UnknownNameError:
+            return False
+        if target == "interaction":
+            return task.interaction is not None
+        return target != "tools" or bool(_may_score(task, tools, scoring))
+
     def check(self, tasks: Iterable[Task], *, tools: Collection[str] = (), scoring: Collection[str] | None = None) -> None:
         """Check before the run that every task has a scorer.
 
@@ -174,8 +187,7 @@ class RewardRouter:
             if isinstance(target, RewardFunction):
                 target.require(None if self._may_be_given else task)
             may_call = list(tools if task.tools is None else task.tools)
-            may_score = may_call if scoring is None else [name for name in may_call if name in scoring]
-            is_alone = target == "tools" and not may_score and not self._may_be_given
+            is_alone = target == "tools" and not _may_score(task, tools, scoring) and not self._may_be_given
             if (target == "interaction" and task.interaction is None) or is_alone:
                 silent = f"; {', '.join(map(repr, may_call[:3]))} return answers and no rewards" if may_call else ""
                 raise DataError(
@@ -266,6 +278,12 @@ class RewardRouter:
         if task.interaction is not None:
             return "interaction"
         return "turns" if self._scores_turns else "tools"
+
+
+def _may_score(task: Task, tools: Collection[str], scoring: Collection[str] | None) -> list[str]:
+    """Return the names of the tools that the task may call and that may give a reward."""
+    may_call = list(tools if task.tools is None else task.tools)
+    return may_call if scoring is None else [name for name in may_call if name in scoring]
 
 
 def _of_agents(scores: Any, shared: float, weights: Mapping[str, float]) -> dict[str, float]:

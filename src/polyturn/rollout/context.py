@@ -59,6 +59,8 @@ class RolloutContext:
     also: tuple[Engine, ...] = ()
     """Engines of further policies, used only by the plug-ins that hold them; closed with `engine`."""
     rewarder: RewardRouter
+    needs_rewards: bool = True
+    """Whether every trajectory needs a reward; otherwise those of tasks that nothing scores have none."""
     scheduler: Scheduler
     """The prototype; each episode gets a copy unless the scheduler sets `shared = True`."""
     limits: Limits = field(default_factory=Limits)
@@ -107,6 +109,10 @@ class RolloutContext:
     def __post_init__(self) -> None:
         self.sanity_mode = sanity.check_mode(self.sanity_mode)
         self.calls = AuthorCalls(timeout_s=self.scheduler_timeout_s)
+
+    def scores(self, task: Task) -> bool:
+        """Return whether something gives the task its reward (`RewardRouter.scores`)."""
+        return self.rewarder.scores(task, tools=self.tools.tools, scoring=self.tools.scoring)
 
     def encoder_for(self, task: Task) -> DeltaEncoder:
         """Return the encoder for the task's tools."""

@@ -247,12 +247,14 @@ async def _drive(
 async def _score(
     context: RolloutContext, episode: Episode, trajectory: Trajectory, tool_rewards: Mapping[str, float | None]
 ) -> Trajectory:
-    """Return the trajectory with its reward; if the reward raises, the trajectory has failed."""
+    """Return the trajectory with its reward, if the run needs one or something scores the task; if the reward raises, the
+    trajectory has failed."""
     if not trajectory.stop_reason.is_failure:
         try:
             outcome = _outcome_of(episode.given_reward)
-            reward = await context.rewarder.score(trajectory, tool_rewards, outcome=outcome)
-            trajectory = dataclasses.replace(trajectory, reward=reward)
+            if context.needs_rewards or outcome is not None or context.scores(trajectory.task):
+                reward = await context.rewarder.score(trajectory, tool_rewards, outcome=outcome)
+                trajectory = dataclasses.replace(trajectory, reward=reward)
         except BROKEN:
             raise
         except PolyturnError as problem:

@@ -428,10 +428,11 @@ def _reports(results: Mapping[str, EvalResult]) -> dict[str, dict[str, float]]:
 
 
 def _success(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
-    """Return the success rate of each data source."""
+    """Return the success rate of each data source that has rewards."""
     outcomes: dict[str, list[bool]] = {}
     for group in groups:
-        outcomes.setdefault(group.task.data_source or "", []).extend(is_success(t) for t in group.trajectories)
+        scored = [t for t in group.trajectories if t.reward is not None or t.is_failed]
+        outcomes.setdefault(group.task.data_source or "", []).extend(map(is_success, scored))
     return {source: sum(successes) / len(successes) for source, successes in outcomes.items() if successes}
 
 

@@ -62,6 +62,8 @@ class UpdateSettings:
     drop_zero_variance: bool = True
     correction: CorrectionSettings | None = None
     """Weights and rejection of off-policy tokens; None applies no correction."""
+    needs_rewards: bool = True
+    """Whether every live trajectory must have a reward; otherwise those without one have advantages of 0."""
 
 
 class StepResult(NamedTuple):
@@ -244,6 +246,7 @@ class Update:
                 estimator=self.estimator,
                 min_members=self._min_members,
                 has_scored=self._has_scored,
+                needs_rewards=settings.needs_rewards,
                 state=state,
             )
         if self._teacher is not None and samples:

@@ -91,6 +91,14 @@ def test_estimator_that_raises_is_named_with_its_line():
         assign_advantages([GROUP], SAMPLES, estimator=lambda rewards_G, samples_G: 1 / 0)
 
 
+def test_trajectory_without_a_reward_may_have_advantage_0():
+    group = TrajectoryGroup(
+        id="g", task=TASK, trajectories=(trajectory("0", None), *GROUP.trajectories[1:], trajectory("2", 1.0))
+    )
+    found = assign_advantages([group], [sample("0"), sample("1"), sample("2")], estimator=dr_grpo, needs_rewards=False)
+    assert [float(s.advantages[-1]) for s in found] == [0.0, -0.5, 0.5]
+
+
 @pytest.mark.parametrize(("reward", "stop"), [(None, StopReason.STOP), (math.nan, StopReason.STOP), (1.0, StopReason.ERROR)])
 def test_sample_without_a_reward_is_refused(reward: float | None, stop: StopReason):
     group = TrajectoryGroup(id="g", task=TASK, trajectories=(trajectory("0", reward, stop),))

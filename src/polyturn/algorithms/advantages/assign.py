@@ -35,6 +35,7 @@ def assign_advantages(
     estimator: Estimator,
     min_members: int = 1,
     has_scored: bool = False,
+    needs_rewards: bool = True,
     state: dict[str, Any] | None = None,
 ) -> list[TrainSample]:
     """Return `samples`, in their order, with the estimator's `advantages`, and `returns` if it uses a critic.
@@ -48,16 +49,19 @@ def assign_advantages(
             statistics. An agent with a separate reward is a member only of the trajectories in which it appears.
         has_scored: Whether an earlier step had the turn scores or state keys that the estimator needs. If so, a step without
             any is accepted, and its turns count as not scored; if not, it is an error.
+        needs_rewards: Whether every live trajectory must have a reward. If not, those without one get advantages of 0 and
+            are left out of the statistics.
         state: The state of an estimator that declares `keeps_state`; the estimator updates it. None starts with an empty
             state.
 
     Raises:
-        AlignmentError: a sample belongs to none of the live trajectories, or a live trajectory has no finite reward.
+        AlignmentError: a sample belongs to none of the live trajectories, or a live trajectory lacks a finite reward.
         TrainingError: no trajectory of the step has an input that the estimator needs, or the estimator did not return a
             finite number for each token.
     """
     traits = traits_of(estimator)
-    batch, owned, alone = _views(groups, samples, least=max(min_members, traits.min_group))
+    least = max(min_members, traits.min_group)
+    batch, owned, alone = _views(groups, samples, least=least, needs_rewards=needs_rewards)
     _check_batch(batch, estimator, has_scored=has_scored)
     batch_advantages = BatchAdvantages([])
     if batch:
@@ -104,10 +108,11 @@ class _Views(NamedTuple):
     owned: list[list[int]]
     """For each member of `batch`, in order, the indices of its samples."""
     alone: list[int]
-    """Indices of the samples of groups that are too small; they get advantages of 0."""
+    """Indices of the samples of groups that are too small, and of trajectories that need no reward and have none; they get
+    advantages of 0."""
 
 
-def _views(groups: Sequence[TrajectoryGroup], samples: Sequence[TrainSample], *, least: int) -> _Views:
+def _views(groups: Sequence[TrajectoryGroup], samples: Sequence[TrainSample], *, least: int, needs_rewards: bool) -> _Views:
     """Return the groups of a step that have at least `least` live members.
 
     If agents have separate rewards, a group of trajectories becomes one group per agent.
@@ -120,11 +125,15 @@ def _views(groups: Sequence[TrajectoryGroup], samples: Sequence[TrainSample], *,
         indices_of.setdefault((sample.id.group, sample.id.trajectory), []).append(index)
     views = _Views([], [], [])
     for group in groups:
-        kept = [t for t in group.trajectories if not t.is_failed]
+        kept: list[Trajectory] = []
+        for trajectory in (t for t in group.trajectories if not t.is_failed):
+            if trajectory.reward is None and not needs_rewards:
+                views.alone.extend(indices_of.pop((group.id, trajectory.id), []))
+                continue
+            _check_reward(group, trajectory)
+            kept.append(trajectory)
         if not kept:
             continue
-        for trajectory in kept:
-            _check_reward(group, trajectory)
         # Pop the samples of each trajectory: samples left at the end belong to no live trajectory, which is an error.
         # A trajectory without a sample still counts in the statistics.
         indices = [indices_of.pop((group.id, t.id), []) for t in kept]
