@@ -25,7 +25,13 @@ from polyturn.infra.console import stderr_console
 
 logger = logging.getLogger(__name__)
 
-_SHOWN = (("rollout/success", "success", ".3f"), ("reward/mean", "reward", ".3f"), ("rollout/turns", "turns", ".2f"))
+_SHOWN = (
+    ("rollout/success", "success", ".3f"),
+    ("reward/mean", "reward", ".3f"),
+    ("policy/kl_to_teacher", "KL to teacher", ".3f"),
+    ("policy/teacher_gap", "teacher gap", ".3f"),
+    ("rollout/turns", "turns", ".2f"),
+)
 PAUSE_S, LONGEST_PAUSE_S = 1.5, 60.0
 """Seconds before a bar appears, so that short work shows none; without a terminal, the pauses between lines."""
 

@@ -70,8 +70,9 @@ class EndAlarms:
             if is_cut:
                 is_most = num >= MOST_CUT * len(trajectories)
             else:
-                num_won = sum(is_success(one, at=self._success_at) for one in trajectories if one.stop_reason is reason)
-                is_most = num >= MOST_OUT_OF_TURNS * len(trajectories) and num_won < num / 2
+                scored = [one for one in trajectories if one.stop_reason is reason and one.reward is not None]
+                num_won = sum(is_success(one, at=self._success_at) for one in scored)
+                is_most = num >= MOST_OUT_OF_TURNS * len(trajectories) and num_won < len(scored) / 2
             if is_most:
                 self._raised.add(reason)
                 message = f"{during}: {num} of {len(trajectories)} episodes {_WHAT_TO_DO[reason]}"

@@ -57,7 +57,8 @@ WARM_START = "warm_start/"
 FIRST = (
     "warm_start/loss/total", "warm_start/loss/sft", "eval/*/success", "rollout/success", "reward/mean", "rollout/turns",
     "rollout/stop_*", "tokens/per_trajectory", "rollout/tool_errors", "policy/entropy", "policy/approx_kl",
-    "policy/kl_to_reference", "loss/total", "loss/grad_norm", "buffer/groups_kept", "time/step_s", "time/other_share",
+    "policy/kl_to_reference", "policy/kl_to_teacher", "policy/teacher_gap", "loss/total", "loss/grad_norm",
+    "buffer/groups_kept", "time/step_s", "time/other_share",
     "system/cpu_share", "system/gpu*/busy_share", "engine/queue", "engine/kv_use",
 )  # fmt: skip
 """Metrics to show first."""

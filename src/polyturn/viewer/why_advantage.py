@@ -188,6 +188,8 @@ def _note(chosen: StoredTrajectory, own: Mapping[str, Any], derivation: Derivati
     dropped = chosen.trained.dropped
     if not chosen.split.startswith("train"):
         return "Evaluations do not train, so their trajectories have no advantage."
+    if chosen.trajectory.reward is None and not own["is_failed"]:
+        return "It has no reward: only a teacher or its observations train it."
     if own["is_failed"] or own["reward"] is None:
         return "It failed and is left out of the loss and of its group's statistics."
     if dropped is not None:

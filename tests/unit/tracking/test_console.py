@@ -46,6 +46,11 @@ def test_line_of_a_step_shows_what_stopped_episodes() -> None:
     assert ConsoleTracker().line(1, {"rollout/cut": 0.0, "rollout/out_of_turns": 0.0}) == "step 1"
 
 
+def test_line_shows_the_distance_to_the_teacher() -> None:
+    line = ConsoleTracker().line(1, {"policy/kl_to_teacher": 0.25, "policy/teacher_gap": -0.5, "rollout/turns": 1.0})
+    assert "KL to teacher 0.250" in line and "teacher gap -0.500" in line and "reward" not in line
+
+
 def test_missing_figures_are_left_out() -> None:
     assert ConsoleTracker().line(0, {"eval/greedy/success": 0.3}) == "step 0  eval/greedy/success 0.300"
 

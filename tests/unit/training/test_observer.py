@@ -189,6 +189,16 @@ async def test_used_up_turns_raise_an_alarm_unless_episodes_succeed(tmp_path: Pa
     assert name == "out_of_turns" and "rollout.limits.max_turns" in message
 
 
+async def test_used_up_turns_without_rewards_raise_no_alarm(tmp_path: Path):
+    groups = [
+        dataclasses.replace(group, trajectories=tuple(dataclasses.replace(t, reward=None) for t in group.trajectories))
+        for group in await ended(["#### 5", "#### 6"], max_turns=2)
+    ]
+    with RunObserver(tmp_path, total_steps=1) as observer:
+        observer.on_step(1, {}, groups)
+    assert not (tmp_path / "alarms.jsonl").exists()
+
+
 async def test_success_of_used_up_turns_is_the_runs(tmp_path: Path):
     with RunObserver(tmp_path, total_steps=1, also=AlsoRecord(success_at=0.0)) as observer:
         observer.on_step(1, {}, await ended(["#### 5", "#### 6"], max_turns=2))

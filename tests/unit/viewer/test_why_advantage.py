@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -84,3 +85,10 @@ def test_evaluation_is_noted_and_no_plugin_is_loaded():
     evaluated = StoredTrajectory(trajectory=rows[0].trajectory, group="g0", step=3, split="eval/greedy")
     said = why_advantage(evaluated, [evaluated], {"algorithm": {"advantage": "evil.py:estimator"}})
     assert "Evaluations" in said["note"] and said["formula"] == "a custom estimator"
+
+
+def test_trajectory_that_needs_no_reward_is_not_called_failed():
+    row = recorded(group_of([1.0, 0.0]), grpo)[0]
+    unscored = dataclasses.replace(row, trajectory=dataclasses.replace(row.trajectory, reward=None))
+    answer = why_advantage(unscored, [unscored], {"algorithm": {"advantage": "grpo"}})
+    assert "no reward" in answer["note"] and "failed" not in answer["note"] and answer["mean"] is None
