@@ -16,12 +16,14 @@ from typing import Any
 from polyturn.compat.swift.args.convert_loss import (
     advantage,
     correction,
+    has_only_teacher,
     kl_in_reward,
     lora,
     loss_type,
     ref_model,
     resample,
     teacher,
+    uses_gym,
 )
 from polyturn.compat.swift.args.convert_megatron import decay, iterations, megatron, updates_per_rollout
 from polyturn.config.translate.source import Source
@@ -114,7 +116,12 @@ def rewards(s: Source) -> None:
     """Set the reward functions, with their weights and options."""
     names = [str(n) for n in as_list(s.get("reward_funcs"))]
     weights = s.get("reward_weights")
-    use_gym = _uses_gym(s)
+    use_gym = uses_gym(s)
+    if has_only_teacher(s):
+        for key in ("val_dataset", "reward_weights"):
+            if s.get(key):
+                s.refuse(key, "there are no rewards; name reward_funcs, or remove it")
+        return
     if not names and not use_gym:
         s.refuse(
             "reward_funcs", f"there is no reward: name functions, or set use_gym_env with an environment{_of_server(s)}"
@@ -142,7 +149,7 @@ def rewards(s: Source) -> None:
 def scheduler(s: Source) -> None:
     """Set the scheduler and its limit on turns."""
     name, environment = s.get("multi_turn_scheduler"), s.get("gym_env")
-    if name is None and (environment is not None or _uses_gym(s)):
+    if name is None and (environment is not None or uses_gym(s)):
         name = "gym_scheduler"
     stops = [str(w) for w in as_list(s.get("stop_words"))]
     if name is None:
@@ -313,11 +320,6 @@ def _of_server(s: Source) -> str:
     """Return the end of a message about what only the command of the rollout server may set."""
     is_server = s.get("vllm_mode") == "server"
     return "; no rollout server is used, so set here what `swift rollout` had" if is_server else ""
-
-
-def _uses_gym(s: Source) -> bool:
-    value = s.get("use_gym_env")
-    return s.get("gym_env") is not None if value is None else bool(value)
 
 
 def _rows(s: Source, key: str, to: str) -> bool:

@@ -49,6 +49,8 @@ def advantage(s: Source) -> None:
         s.refuse("scale_rewards", f"there is no such scale.{did_you_mean(str(own_scale), _OWN_SCALE_NAMES)}")
     elif scale == "gdpo" and name == "reinforce_plus_plus":
         s.refuse("scale_rewards", "in ms-swift gdpo has no effect with reinforce_plus_plus; use grpo, or another scale")
+    elif scale == "gdpo" and has_only_teacher(s):
+        s.refuse("scale_rewards", "gdpo normalises each reward function, and there is none; remove scale_rewards")
     elif scale == "gdpo" and s.get("kl_in_reward"):
         s.refuse("scale_rewards", "gdpo normalises each reward function, so kl_in_reward has no effect; remove kl_in_reward")
     elif (name, scale) in (("grpo", "group"), ("grpo", "none"), ("rloo", "none")):
@@ -71,13 +73,17 @@ def advantage(s: Source) -> None:
 
 def kl_in_reward(s: Source) -> None:
     """Move the KL term from the loss to the reward if configured."""
-    if s.get("kl_in_reward"):
+    if s.get("kl_in_reward") and has_only_teacher(s):
+        s.refuse("kl_in_reward", "there are no rewards; remove it, and beta is the weight of a term of the loss")
+    elif s.get("kl_in_reward"):
         s.put("algorithm.kl.place", "reward", by="kl_in_reward")
 
 
 def resample(s: Source) -> None:
     """Set how many other tasks are tried in place of a task whose group has equal rewards."""
-    if s.get("dynamic_sample"):
+    if s.get("dynamic_sample") and has_only_teacher(s):
+        s.refuse("dynamic_sample", "it compares the rewards of a group, and there are none; name reward_funcs, or remove it")
+    elif s.get("dynamic_sample"):
         s.put("train.dynamic_sampling", s.whole("max_resample_times", 3, least=0), by="dynamic_sample")
         s.put("algorithm.drop_zero_variance", True, by="dynamic_sample")
 
@@ -92,6 +98,11 @@ def loss_type(s: Source) -> None:
         s.refuse("importance_sampling_level", f"{level!r} is not one of {', '.join(_LEVELS)}")
         return
     s.put("algorithm.aggregate", _AGGREGATES[name], by="loss_type")
+    if has_only_teacher(s):
+        for key, own in (("loss_type", name), ("importance_sampling_level", level)):
+            if own in ("cispo", "sapo", "sequence", "sequence_token"):
+                s.notes[key] = "without reward_funcs the KL to the teacher is the whole loss, so there is no ratio"
+        return
     if name in ("cispo", "sapo"):
         if level != "token":
             s.refuse("importance_sampling_level", f"{name} uses ratios of tokens; set it to token")
@@ -166,6 +177,19 @@ def teacher(s: Source) -> None:
     if (name := s.get("teacher_model")) is not None:
         _model(s, "algorithm.loss.distill.teacher", str(name), by="teacher_model")
         s.put("algorithm.loss.distill.coef", s.number("teacher_kl_coef", 1.0), by="teacher_model")
+        if has_only_teacher(s):
+            s.put("algorithm.loss.name", "none", by="teacher_model")
+
+
+def has_only_teacher(s: Source) -> bool:
+    """Return whether a teacher is the whole training signal: there is one, and no reward."""
+    return s.get("teacher_model") is not None and not _as_list(s.get("reward_funcs")) and not uses_gym(s)
+
+
+def uses_gym(s: Source) -> bool:
+    """Return whether the reward of an environment counts."""
+    value = s.get("use_gym_env")
+    return s.get("gym_env") is not None if value is None else bool(value)
 
 
 def _model(s: Source, native: str, name: str, *, by: str) -> None:
