@@ -203,6 +203,7 @@ def test_unknown_native_key_is_an_error():
             [f"+{ROLLOUT}.tool_kwargs.tools_config_file=a", f"{TURNS}.tool_config_path=b"],
             ["tools_config_file", "'a'", "'b'"],
         ),
+        ([f"{ACTOR}.optim.lr=1e-5", f"{ACTOR}.optim.override_optimizer_config.lr=2e-5"], ["override", "2e-05", "1e-05"]),
         (["algorithm.adv_estimator=gae", "critic.model.path=elsewhere"], ["critic.model.path", "elsewhere"]),
         (["~algorithm.gamma=0.5"], ["algorithm.gamma", "1.0"]),
         ([f"+{ACTOR}.policy_loss.tau=3"], ["tau", "vanilla"]),
