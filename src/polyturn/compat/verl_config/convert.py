@@ -19,7 +19,17 @@ from omegaconf.errors import OmegaConfBaseException
 from polyturn.algorithms.advantages import advantages
 from polyturn.algorithms.losses import policy_losses, takes_option
 from polyturn.compat.verl_config.convert_credit import critic, discount, kl_in_reward
-from polyturn.compat.verl_config.convert_loss import correction, kl, lora
+from polyturn.compat.verl_config.convert_distill import distillation
+from polyturn.compat.verl_config.convert_loss import (
+    DISTILLATION,
+    NO_REWARDS,
+    correction,
+    is_taught_by_advantages,
+    kl,
+    lora,
+    ratio_bound,
+    trains_on_rewards,
+)
 from polyturn.compat.verl_config.convert_optim import backend, megatron_schedule, optimizer, warmup
 from polyturn.compat.verl_config.convert_reward import as_absolute, module_of, reward_function, reward_manager
 from polyturn.compat.verl_config.convert_run import every, keep, run_folder, steps, trackers
@@ -36,6 +46,8 @@ MULTI_TURN = f"{ROLLOUT}.multi_turn"
 ACTOR = "actor_rollout_ref.actor"
 FUTURES = f"{MULTI_TURN}.num_repeat_rollouts"
 NO_LIMIT_CHARS = 1_000_000
+DUAL_CLIP = 3.0
+"""verl's bound of the distillation loss for negative advantages, which has no key."""
 _OWN = "name your own as file.py:function, or by the name under which a plug-in registers it"
 _MEANS_OF_SEQUENCES = ("gspo", "sapo", "geo_mean")
 """Policy losses that are always averaged over sequences."""
@@ -50,9 +62,7 @@ def model_path(s: Source) -> None:
         ("actor_rollout_ref.model.tokenizer_path", "model.tokenizer"),
     ):
         if value := s.text(key, ""):
-            path = Path(os.path.expanduser(value))
-            is_folder = path.is_dir() or value.startswith(("~", "/", "."))
-            (s.put_path if is_folder else s.put)(native, str(path) if is_folder else value, by=key)
+            s.put_model(native, value, by=key)
 
 
 def path(s: Source) -> None:
@@ -141,20 +151,22 @@ def max_tokens_per_batch(s: Source) -> None:
 
 
 def clip(s: Source) -> None:
-    """Set the bounds of the ratio. A written `clip_ratio` sets each side whose own key is not written.
+    """Set the bounds of the ratio: the actor's, or those of the distillation loss if it is the whole loss.
 
     A user's own loss gets only the written bounds, because it may not use them; verl's losses have defaults.
     """
-    both, last = f"{ACTOR}.clip_ratio", f"{ACTOR}.clip_ratio_c"
-    name = s.text(f"{ACTOR}.policy_loss.loss_mode", "vanilla")
+    section, name = ACTOR, s.text(f"{ACTOR}.policy_loss.loss_mode", "vanilla")
+    if not trains_on_rewards(s):
+        if not is_taught_by_advantages(s):
+            return
+        section, name = DISTILLATION, "vanilla"
     is_ours = name == "vanilla" or not takes_more(meant(child(AlgorithmConfig, "loss"), {"name": name}))
     for side in ("low", "high"):
-        key = f"{both}_{side}"
-        is_meant = key in s.written or both not in s.written
-        key, value = key if is_meant else both, s.number(key if is_meant else both, s.number(both, 0.2))
+        key, value = ratio_bound(s, section, side)
         if is_ours or key in s.written:
             s.put(f"algorithm.loss.clip_{side}", value, by=key)
-    if (dual := s.get(last)) is not None and (is_ours or last in s.written):
+    last = f"{section}.clip_ratio_c"
+    if (dual := s.get(last, DUAL_CLIP if section == DISTILLATION else None)) is not None and (is_ours or last in s.written):
         s.put(f"algorithm.loss.{'cap' if name in ('dppo_tv', 'dppo_kl') else 'dual_clip'}", dual, by=last)
 
 
@@ -315,6 +327,10 @@ def policy_loss(s: Source) -> None:
     """Set the policy loss by name; the section's other keys are its options."""
     key = f"{ACTOR}.policy_loss.loss_mode"
     name = s.text(key, "vanilla")
+    if not trains_on_rewards(s):
+        if name != "vanilla":
+            s.notes[key] = NO_REWARDS
+        return
     if name == "vanilla":
         section = key.removesuffix("loss_mode")
         for option in sorted(k for k in s.written if k.startswith(section) and not is_of_verl(k)):
@@ -369,6 +385,7 @@ CONVERTERS: Mapping[str, Callable[[Source], None]] = {
         model_path, path, function_tools, files, sampler, minibatches, max_tokens_per_batch, clip, kl, optimizer, warmup,
         temperature, agent_loop, engine, top_k, validation, limits, turns, futures, sanity_mode, parser,
         advantage, discount, critic, kl_in_reward, trackers, megatron_schedule,
-        policy_loss, lora, correction, reward_function, reward_manager, steps, backend, run_folder, every, keep,
+        policy_loss, distillation, lora, correction, reward_function, reward_manager, steps, backend, run_folder, every,
+        keep,
     )
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Converters for verl's loss: the KL term, policy loss, off-policy correction and adapter.
+"""Converters for verl's loss: the KL term, off-policy correction and adapter, and questions that several converters ask.
 
 These keys changed most between verl's releases: the correction has three forms.
 """
@@ -33,6 +33,30 @@ _LAYERS = {
 }
 """Layers of Megatron -> the layers that each combines."""
 _NOTHING = (None, False, "none", "null", "")
+DISTILLATION = "distillation.distillation_loss"
+USES_REWARDS = f"{DISTILLATION}.use_task_rewards"
+NO_REWARDS = f"{USES_REWARDS} is false, so distillation is the whole loss"
+
+
+def trains_on_rewards(s: Source) -> bool:
+    """Return whether the loss has the actor's terms: policy loss, KL loss and entropy bonus."""
+    return not s.switch("distillation.enabled") or s.switch(USES_REWARDS, default=True)
+
+
+def is_taught_by_advantages(s: Source) -> bool:
+    """Return whether a teacher gives advantages, instead of a term of the loss."""
+    return s.switch("distillation.enabled") and s.switch(f"{DISTILLATION}.use_policy_gradient")
+
+
+def ratio_bound(s: Source, section: str, side: str) -> tuple[str, Any]:
+    """Return the key that sets the bound of the ratio on a side, and the bound.
+
+    A written `clip_ratio` sets each side whose own key is not written.
+    """
+    both = f"{section}.clip_ratio"
+    own = f"{both}_{side}"
+    key = own if own in s.written or both not in s.written else both
+    return key, s.number(key, s.number(both, 0.2))
 
 
 def kl(s: Source) -> None:
@@ -40,6 +64,8 @@ def kl(s: Source) -> None:
     key = f"{ACTOR}.kl_loss_type"
     estimators = KL_ESTIMATORS | {f"{name}+": f"{native}+" for name, native in KL_ESTIMATORS.items() if native != "k2"}
     uses = s.switch(f"{ACTOR}.use_kl_loss")
+    if uses and not trains_on_rewards(s):
+        uses, s.notes[f"{ACTOR}.use_kl_loss"] = False, NO_REWARDS
     if not uses and s.get("algorithm.use_kl_in_reward"):
         return  # `kl_in_reward` sets the section
     s.put("algorithm.kl.coef", s.number(f"{ACTOR}.kl_loss_coef", 0.001) if uses else 0.0, by=f"{ACTOR}.use_kl_loss")
@@ -94,6 +120,8 @@ def correction(s: Source) -> None:
     if weight not in _NOTHING:
         settings |= _weight(s, f"{CORRECTION}.rollout_is", str(weight), s.get(f"{CORRECTION}.rollout_is_threshold", 2.0))
         settings["normalize"] = s.switch(f"{CORRECTION}.rollout_is_batch_normalize")
+        if s.switch("distillation.enabled") and not is_taught_by_advantages(s):
+            s.notes[f"{CORRECTION}.rollout_is"] = "it weighs the distillation loss too, which it does not in verl"
     if reject not in _NOTHING:
         settings["reject"] = _rejections(s, str(reject))
     if veto not in _NOTHING:

@@ -8,8 +8,10 @@ Each converter is one function that reads and writes only this object.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 
@@ -106,6 +108,12 @@ class Source:
         """Set a native key to a path, or a list of them, relative to the working directory."""
         self.put(native_key, value, by=by)
         self.paths.append(tuple(native_key.split(".")))
+
+    def put_model(self, native_key: str, name: str, *, by: str) -> None:
+        """Set a native key to a model's folder, or to a name on the hub, if there is no such folder."""
+        path = Path(os.path.expanduser(name))
+        is_folder = path.is_dir() or name.startswith(("~", "/", "."))
+        (self.put_path if is_folder else self.put)(native_key, str(path) if is_folder else name, by=by)
 
     def refuse(self, key: str, why: str) -> None:
         """Record that a key is not supported."""
