@@ -310,6 +310,20 @@ def test_helpers_of_an_own_loop_take_what_they_like() -> None:
     refuses(lambda: check_scheduler(Steps, where="mine"), ConfigError, "Steps.step")
 
 
+@pytest.mark.parametrize(
+    ("query", "weights"),
+    [
+        (None, [1.0, 1.0, 0.0]),
+        ("Call a tool.", [1.0, 1.0, 0.0]),
+        ("What is the tool you want to use?", [3.0]),
+        ("And: What are the required parameter names for this tool?", [3.0]),
+    ],
+)
+def test_agentflan_trains_answers_about_calls(query: str | None, weights: list[float]) -> None:
+    pieces, found = loss_scale_map["agentflan"]().get_loss_scale("a Observation: b", query=query)
+    assert "".join(pieces) == "a Observation: b" and found == weights
+
+
 class Wraps(MultiTurnScheduler):
     """Prepares its requests, and looks at the outputs, around the base class's `async_infer`."""
 

@@ -60,12 +60,22 @@ class AlphaUmiLossScale(REACTLossScale):
 
 
 class AgentFlanLossScale(REACTLossScale):
-    """As REACT, with more headings."""
+    """As REACT, with more headings, but trains the whole answer to a question about a call."""
 
     headings = (
         *REACTLossScale.headings,
         *("Name:", "ACTION:", "Tool:", "Command", "Arguments:", "action input", "ACTION_INPUT:"),
     )
+    queries = ("What is the tool you want to use", "What are the required parameter names", "What is the value of")
+    """Texts of questions whose answer has one weight, 3."""
+
+    def get_loss_scale(
+        self, context: str, *args: Any, query: str | None = None, **kwargs: Any
+    ) -> tuple[list[str], list[float]]:
+        """Return the reply as one piece if `query` contains one of `queries`, else the pieces of REACT."""
+        if any(text in (query or "") for text in self.queries):
+            return [context], [3.0]
+        return super().get_loss_scale(context)
 
 
 class QwenLossScale(REACTLossScale):
