@@ -16,7 +16,7 @@ to prompts and observations, whose weight is 0.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -51,6 +51,8 @@ class SampledTurn:
     is_last_round: bool
     """Whether the turn belongs to the last message of the sample."""
     decode: Decode
+    stop_token_ids: Collection[int] = ()
+    """The tokens that end an assistant turn."""
     query: str = ""
     """The text of the user or tool messages that the turn's message answers: the last ones before it in
     `Trajectory.messages`."""
@@ -77,6 +79,12 @@ class SampledTurn:
     def text(self) -> str:
         """The ids as text, control tokens included."""
         return self.decode(self.ids)
+
+    @property
+    def reply(self) -> str:
+        """`text` without the token that ends the turn."""
+        ends = len(self.ids) > 0 and int(self.ids[-1]) in self.stop_token_ids
+        return self.text[: self.starts[-1]] if ends else self.text
 
     def weights_of(self, parts: Sequence[tuple[int, int, float]]) -> Floats:
         """Return [N] the weight of each token.
@@ -141,6 +149,7 @@ class LossScale:
     name: str
     strategies: tuple[Strategy, ...]
     decode: Decode
+    stop_token_ids: Collection[int]
 
     def weights(self, trajectory: Trajectory, segment: Segment) -> Floats:
         """Return [T] the weight of each token of a training sample.
@@ -190,7 +199,12 @@ class LossScale:
         queries = _queries(trajectory)
         return [
             SampledTurn(
-                turn=by_index[i], ids=np.concatenate(ids[i]), is_last_round=n >= first, decode=self.decode, query=queries[i]
+                turn=by_index[i],
+                ids=np.concatenate(ids[i]),
+                is_last_round=n >= first,
+                decode=self.decode,
+                stop_token_ids=self.stop_token_ids,
+                query=queries[i],
             )
             for n, i in enumerate(indices)
         ]
@@ -212,8 +226,16 @@ def _last_query(messages: Sequence[Message]) -> str:
     return "".join(m.text for m in runs[-1] if m.role != "system") if runs else ""
 
 
-def build_loss_scale(name: NameOrObject, *, decode: Decode, base: Path | None = None) -> LossScale | None:
+def build_loss_scale(
+    name: NameOrObject, *, decode: Decode, stop_token_ids: Collection[int] = (), base: Path | None = None
+) -> LossScale | None:
     """Return the strategies that a name such as `a+b` lists; None if `default` (or `all`) is the only one.
+
+    Args:
+        name: Names of strategies, or a function.
+        decode: Returns the text of ids, control tokens included.
+        stop_token_ids: The tokens that end an assistant turn.
+        base: The folder from which a relative file path starts.
 
     Raises:
         ConfigError: a name does not lead to a function.
@@ -225,4 +247,6 @@ def build_loss_scale(name: NameOrObject, *, decode: Decode, base: Path | None = 
             raise ConfigError(f"algorithm.loss_scale: {part!r} is {strategy!r:.100}; it must be a function")
         if strategy is not default:
             strategies.append(strategy)
-    return LossScale(name=str(name), strategies=tuple(strategies), decode=decode) if strategies else None
+    if not strategies:
+        return None
+    return LossScale(name=str(name), strategies=tuple(strategies), decode=decode, stop_token_ids=stop_token_ids)

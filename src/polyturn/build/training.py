@@ -151,7 +151,7 @@ def build_update(parts: Parts, policy: ModelPolicy) -> Update:
     from polyturn.training.update import Update, UpdateSettings
 
     source, config = parts.source, parts.source.config
-    train, algorithm = config.train, config.algorithm
+    train, algorithm, codec = config.train, config.algorithm, parts.context.codec
     estimator = build_estimator(source)
     return Update(
         policy,
@@ -160,7 +160,9 @@ def build_update(parts: Parts, policy: ModelPolicy) -> Update:
             train=train,
             algorithm=algorithm,
             temperature=config.rollout.sampling.temperature,
-            loss_scale=build_loss_scale(algorithm.loss_scale, decode=parts.context.codec.decode, base=source.base),
+            loss_scale=build_loss_scale(
+                algorithm.loss_scale, decode=codec.decode, stop_token_ids=codec.stop_token_ids, base=source.base
+            ),
             min_members=members_needed(estimator, group_size=train.group_size),
             # A teacher and an observation loss train every trajectory.
             drop_small_groups=algorithm.loss.distill is None and not algorithm.learns_without_rewards,

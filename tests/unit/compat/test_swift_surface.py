@@ -36,7 +36,7 @@ from polyturn.serving.rollout_protocol import (
     UsageInfo,
 )
 from polyturn.testing.episodes import scripted_context, task, tiny_codec
-from support.compat_parts import again, play_swift, sampled
+from support.compat_parts import again, play_swift, sampled, stepping
 from support.refusals import refuses
 
 pytestmark = pytest.mark.timeout(300)  # a process has to start
@@ -258,6 +258,24 @@ async def test_loss_scale_gets_the_query_of_each_reply() -> None:
     assert queries == ["Why?", "4Sure?", "4Sure?"]
 
 
+async def test_loss_scale_gets_replies_without_end_token() -> None:
+    replies: list[str] = []
+
+    class LeavesOutFirst(LossScale):
+        def get_loss_scale(self, context: str, **kwargs: Any) -> tuple[list[str], list[float]]:
+            replies.append(context)
+            return [context], [float(context != "a")]
+
+    loss_scale_map["leaves_out_first"] = LeavesOutFirst
+    trajectory = await play_swift(stepping(), ["a", "b"], max_turns=2)
+    codec = tiny_codec()
+    scale = build_loss_scale("leaves_out_first", decode=codec.decode, stop_token_ids=codec.stop_token_ids)
+    assert scale is not None
+    weights = scale.weights(trajectory, trajectory.segments[0])
+    assert replies == ["a", "b"]
+    assert codec.decode(trajectory.segments[0].token_ids[weights > 0]) == "b<|im_end|>"  # as the reply, so its end token
+
+
 class OwnCall(LossScale):
     def __call__(self, contexts: Any, types: Any, messages: Any) -> Any:
         return contexts, [0.0] * len(contexts)
@@ -292,6 +310,20 @@ def test_results_that_the_model_writes_are_left_out(name: str, text: str, left_o
     assert [p for p, w in zip(pieces, weights, strict=True) if not w] == left_out
 
 
+@pytest.mark.parametrize(
+    ("query", "weights"),
+    [
+        (None, [1.0, 1.0, 0.0]),
+        ("Call a tool.", [1.0, 1.0, 0.0]),
+        ("What is the tool you want to use?", [3.0]),
+        ("And: What are the required parameter names for this tool?", [3.0]),
+    ],
+)
+def test_agentflan_trains_answers_about_calls(query: str | None, weights: list[float]) -> None:
+    pieces, found = loss_scale_map["agentflan"]().get_loss_scale("a Observation: b", query=query)
+    assert "".join(pieces) == "a Observation: b" and found == weights
+
+
 def test_helpers_of_an_own_loop_take_what_they_like() -> None:
     class Own(MultiTurnScheduler):
         async def run(self, infer_request: Any, request_config: Any, **kwargs: Any) -> Any: ...
@@ -308,20 +340,6 @@ def test_helpers_of_an_own_loop_take_what_they_like() -> None:
 
     check_scheduler(Own, where="mine")
     refuses(lambda: check_scheduler(Steps, where="mine"), ConfigError, "Steps.step")
-
-
-@pytest.mark.parametrize(
-    ("query", "weights"),
-    [
-        (None, [1.0, 1.0, 0.0]),
-        ("Call a tool.", [1.0, 1.0, 0.0]),
-        ("What is the tool you want to use?", [3.0]),
-        ("And: What are the required parameter names for this tool?", [3.0]),
-    ],
-)
-def test_agentflan_trains_answers_about_calls(query: str | None, weights: list[float]) -> None:
-    pieces, found = loss_scale_map["agentflan"]().get_loss_scale("a Observation: b", query=query)
-    assert "".join(pieces) == "a Observation: b" and found == weights
 
 
 class Wraps(MultiTurnScheduler):

@@ -25,7 +25,7 @@ from polyturn.infra.plugin_shape import has_parameter, num_positional, takes_any
 
 
 class SwiftLossScale:
-    """A strategy that splits a reply into pieces and weights each."""
+    """A strategy that splits a reply, without its end token, into pieces and weights each."""
 
     is_binary: bool | None = True
 
@@ -126,22 +126,24 @@ def _cut(strategy: Any, turn: SampledTurn) -> tuple[list[str], list[float]]:
     method = strategy.get_loss_scale
     round_of = (ContextType.RESPONSE, turn.is_last_round) if (num_positional(method) or 1) >= 3 else ()
     options = {"query": turn.query} if takes_any_keyword(method) or has_parameter(method, "query") else {}
-    cut: tuple[list[str], list[float]] = method(turn.text, *round_of, **options)
+    cut: tuple[list[str], list[float]] = method(turn.reply, *round_of, **options)
     return cut
 
 
 def _weights(strategy: Any, turn: SampledTurn, *, name: str) -> np.ndarray[Any, np.dtype[np.float32]]:
     pieces, weights = _cut(strategy, turn)
-    if "".join(pieces) != turn.text or len(pieces) != len(weights):
+    if "".join(pieces) != turn.reply or len(pieces) != len(weights):
         raise ConfigError(
             f"the loss_scale {name!r} split a reply into {pieces!r:.100} with {len(weights)} weights; the pieces must add "
             "up to the reply, with a weight for each"
         )
-    parts, at = [], 0
+    parts, at, is_trained = [], 0, True
     for piece, weight in zip(pieces, weights, strict=True):
+        is_trained = weight > 0 if piece or not turn.reply else is_trained
         parts.append((at, at + len(piece), float(weight > 0)))
         at += len(piece)
-    return turn.weights_of(parts)
+    # The end token is trained if the end of the reply is.
+    return turn.weights_of([*parts, (at, len(turn.text), float(is_trained))])
 
 
 loss_scale_map = LossScaleDict("loss_scale_map")
