@@ -4,7 +4,7 @@
     default              all, in all turns
     all                  another name for `default`
     last_round           the sample's last assistant message, which may have several turns (`episode.go_on`)
-    ignore_empty_think   all except an empty <think></think>
+    ignore_empty_think   all except an empty <think></think> at the beginning of a turn, or a </think> there
     ignore_think_prefix  all except the <think> at the beginning of a turn
     last_round+mine      several strategies: their weights are multiplied
 
@@ -126,8 +126,8 @@ def last_round(turns: Sequence[SampledTurn]) -> list[float]:
     return [float(t.is_last_round) for t in turns]
 
 
-_EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\s*")
-_THINK_PREFIX = re.compile(r"\A<think>\n*")
+_EMPTY_THOUGHT = re.compile(r"\A(<think>\s*)?</think>\s*")  # the generation prompt may have opened the reasoning
+_THINK_PREFIX = re.compile(r"\A<think>\n?")
 
 
 @loss_scale.register("ignore_empty_think")

@@ -82,9 +82,9 @@ async def test_weights_of_a_scheduler_stay() -> None:
 
 @pytest.mark.parametrize("name", ["ignore_empty_think", "default+ignore_empty_think"])
 async def test_empty_reasoning_is_left_out(name: str) -> None:
-    t = await play(["<think>\n\n</think>\n\nabc", "<think>x</think>é", "d"], Chats())
+    t = await play(["<think>\n\n</think>\n\nabc", "<think>x</think>é<think></think>", "</think>\n\nd"], Chats())
     (sample,) = samples_of(t, name)
-    assert trained(sample) == "abc|<think>x</think>é|d|"
+    assert trained(sample) == "abc|<think>x</think>é<think></think>|d|"
 
 
 async def test_opening_tag_of_reasoning_is_left_out() -> None:
