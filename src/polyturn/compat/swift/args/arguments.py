@@ -44,14 +44,13 @@ DEFAULTS: Mapping[str, Any] = {
     "temperature": 0.9,
     "top_p": 1.0,
     "top_k": -1,
-    "learning_rate": 1e-6,
     "weight_decay": 0.1,
     "adam_beta1": 0.9,
     "adam_beta2": 0.95,
     "lr_scheduler_type": "cosine",
-    "warmup_ratio": 0.05,
+    "warmup_ratio": 0.0,
     "max_grad_norm": 1.0,
-    "num_train_epochs": 1,
+    "num_train_epochs": 3,
     "max_steps": -1,
     "save_steps": 500,
     "beta": 0.04,
@@ -66,8 +65,7 @@ DEFAULTS: Mapping[str, Any] = {
 }
 """ms-swift's defaults that differ from native ones."""
 _OTHER_IN_MEGATRON = (
-    "output_dir", "gradient_accumulation_steps", "learning_rate", "lr_scheduler_type", "warmup_ratio", "num_train_epochs",
-    "max_steps",
+    "output_dir", "gradient_accumulation_steps", "lr_scheduler_type", "warmup_ratio", "num_train_epochs", "max_steps",
 )  # fmt: skip
 MEGATRON_DEFAULTS: Mapping[str, Any] = {
     **{name: value for name, value in DEFAULTS.items() if name not in _OTHER_IN_MEGATRON},
@@ -280,7 +278,8 @@ def to_native(tree: Composed, *, num_processes: int = 1) -> Translation:
     Raises:
         ConfigError: an argument is unknown, unsupported, or contradicts another; one line each.
     """
-    return _translated(tree.values | ({} if num_processes == 1 else {"nproc_per_node": num_processes}), tree, table())
+    processes = {} if num_processes == 1 else {"nproc_per_node": num_processes}
+    return _translated({**_learning_rate(tree), **tree.values, **processes}, tree, table())
 
 
 def megatron_to_native(tree: Composed) -> Translation:
@@ -289,10 +288,15 @@ def megatron_to_native(tree: Composed) -> Translation:
     Raises:
         ConfigError: as for `to_native`.
     """
-    is_adapter = "lora" in (tree.values.get("tuner_type"), tree.values.get("train_type"))
     stem = str(tree.values.get("model", "")).rstrip("/").rpartition("/")[2]
-    own = {"learning_rate": 1e-4 if is_adapter else 1e-5, "output_dir": f"megatron_output/{stem}"}
+    own = {**_learning_rate(tree), "output_dir": f"megatron_output/{stem}"}
     return _translated({**own, **tree.values}, tree, megatron_table())
+
+
+def _learning_rate(tree: Composed) -> dict[str, Any]:
+    """Return ms-swift's default learning rate, which is higher for an adapter than for all weights."""
+    is_adapter = "lora" in (tree.values.get(name) for name in ("train_type", "tuner_type", "sft_type"))
+    return {"learning_rate": 1e-4 if is_adapter else 1e-5}
 
 
 def _translated(values: Mapping[str, Any], tree: Composed, keys: Table) -> Translation:
