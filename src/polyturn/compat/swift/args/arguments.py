@@ -57,6 +57,7 @@ DEFAULTS: Mapping[str, Any] = {
     "epsilon": 0.2,
     "loss_type": "grpo",
     "advantage_estimator": "grpo",
+    "kl_in_reward": None,
     "scale_rewards": None,
     "dynamic_sample": False,
     "reward_funcs": [],

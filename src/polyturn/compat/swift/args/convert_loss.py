@@ -72,11 +72,13 @@ def advantage(s: Source) -> None:
 
 
 def kl_in_reward(s: Source) -> None:
-    """Move the KL term from the loss to the reward if configured."""
-    if s.get("kl_in_reward") and has_only_teacher(s):
-        s.refuse("kl_in_reward", "there are no rewards; remove it, and beta is the weight of a term of the loss")
-    elif s.get("kl_in_reward"):
-        s.put("algorithm.kl.place", "reward", by="kl_in_reward")
+    """Move the KL term from the loss to the reward; by default for rloo and reinforce_plus_plus, except with gdpo."""
+    is_default = s.get("advantage_estimator", "grpo") != "grpo" and s.get("scale_rewards") != "gdpo"
+    if has_only_teacher(s):
+        if s.get("kl_in_reward"):
+            s.refuse("kl_in_reward", "there are no rewards; remove it, and beta is the weight of a term of the loss")
+    elif s.get("kl_in_reward", is_default):
+        s.put("algorithm.kl.place", "reward", by="kl_in_reward" if s.get("kl_in_reward") else "advantage_estimator")
 
 
 def resample(s: Source) -> None:
