@@ -266,16 +266,19 @@ def steps(s: Source) -> None:
 
 
 def every(s: Source) -> None:
-    """Set the intervals of saving and evaluation."""
+    """Set the intervals of saving and evaluation; the default for evaluation is that of saving."""
     per_rollout = updates_per_rollout(s)
+    has_tasks = bool(as_list(s.get("val_dataset")))
+    is_off = any(s.get(name) in ("no", False) for name in ("eval_strategy", "save_strategy"))
     for key, native in (("save_steps", "train.checkpoint_every"), ("eval_steps", "evaluation.every")):
-        if s.get(key) is None:
+        by = "save_steps" if s.get(key) is None and has_tasks and not is_off else key
+        if s.get(by) is None:
             continue
-        value = s.whole(key, 1, least=1)
-        if key == "eval_steps" and not as_list(s.get("val_dataset")):
+        value = s.whole(by, 1, least=1)
+        if key == "eval_steps" and not has_tasks:
             logger.warning("eval_steps is %s and val_dataset is not set: nothing is evaluated during training", value)
         else:
-            s.put(native, max(1, value // per_rollout), by=key)
+            s.put(native, max(1, value // per_rollout), by=by)
 
 
 def folder(s: Source) -> None:
