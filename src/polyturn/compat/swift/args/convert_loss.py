@@ -99,7 +99,11 @@ def loss_type(s: Source) -> None:
     if level not in _LEVELS:
         s.refuse("importance_sampling_level", f"{level!r} is not one of {', '.join(_LEVELS)}")
         return
-    s.put("algorithm.aggregate", _AGGREGATES[name], by="loss_type")
+    if name == "dr_grpo":
+        s.put("algorithm.aggregate.name", _AGGREGATES[name], by="loss_type")
+        s.put("algorithm.aggregate.norm_length", s.whole("max_completion_length", 512, least=1), by="max_completion_length")
+    else:
+        s.put("algorithm.aggregate", _AGGREGATES[name], by="loss_type")
     if has_only_teacher(s):
         for key, own in (("loss_type", name), ("importance_sampling_level", level)):
             if own in ("cispo", "sapo", "sequence", "sequence_token"):
