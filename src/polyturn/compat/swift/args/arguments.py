@@ -74,7 +74,6 @@ MEGATRON_DEFAULTS: Mapping[str, Any] = {
     "global_batch_size": 16,
     "train_iters": None,
     "lr_decay_style": "cosine",
-    "loss_scale": "last_round",
 }
 """Defaults of `megatron rlhf` that differ from native ones."""
 _TEXTS = frozenset({

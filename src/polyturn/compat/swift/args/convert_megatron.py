@@ -26,10 +26,6 @@ def megatron(s: Source) -> None:
     s.put("train.distributed.ranks", ranks, by="tensor_model_parallel_size")
     for key in (key for key in ("tuner_type", "train_type", "sft_type") if s.get(key) == "lora"):
         s.notes[key] = "query, key, value, gate and up have a pair of matrices each; Megatron has one pair for a fused layer"
-    if s.get("multi_turn_scheduler") and "loss_scale" not in s.written:
-        s.notes["multi_turn_scheduler"] = (
-            "only the last turn of a conversation is trained, as in ms-swift; --loss_scale default trains all turns"
-        )
 
 
 def iterations(s: Source) -> None:
