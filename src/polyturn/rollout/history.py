@@ -32,7 +32,7 @@ from polyturn.rollout.edits import as_written, with_known_origin
 from polyturn.rollout.events import Answered, Continued, Edited, Event, IdsGiven, Prompted, Shown, TurnSampled, Weighed
 from polyturn.rollout.limits import EpisodeProgress
 from polyturn.rollout.next_prompt import NO_IDS, Append, Continue, Given, Next, Prompt, Render, all_media
-from polyturn.rollout.open_turn import OpenTurn, Reply
+from polyturn.rollout.open_turn import PROMPTED_REASONING, OpenTurn, Reply
 from polyturn.rollout.stop_strings import Stopped
 from polyturn.tokens.delta import DeltaEncoder
 from polyturn.tokens.parsers import ToolCallParser
@@ -225,6 +225,7 @@ class History:
         self._last_id = int(completion.token_ids[-1]) if len(completion.token_ids) else None
         if isinstance(self.next, Continue | Render):
             self.next = Append() if isinstance(self.next, Continue) else self.next._replace(last=None)
+        prompted = self.encoder.codec.prompted_reasoning if last is None else ""
         turn = OpenTurn(
             index=index,
             message=message,
@@ -236,6 +237,7 @@ class History:
             num_tokens=len(completion.token_ids),
             spans=list(self.builder.sample(completion, turn=index)),
             stopped_by=ended.stop,
+            info={PROMPTED_REASONING: prompted} if prompted else {},
         )
         self.num_cut += ended.num_dropped
         self._response_tokens += turn.num_tokens

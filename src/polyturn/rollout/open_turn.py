@@ -18,6 +18,9 @@ from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message
 from polyturn.core.trajectory import SpanRef, ToolResult
 
+PROMPTED_REASONING = "_prompted_reasoning"
+"""The key in a turn's info for the reasoning in the generation prompt before its completion; missing if there is none."""
+
 
 @dataclass(slots=True, kw_only=True)
 class OpenTurn:
@@ -55,7 +58,8 @@ class OpenTurn:
     def unanswered(self, *, sampled: Sequence[SpanRef]) -> OpenTurn:
         """Return the turn with only the spans `sampled` and without its answers, for a fork that answers it again."""
         timings = {name: value for name, value in self.timings.items() if name in ("start", "generate")}
-        blank: dict[str, Any] = {"tool_results": (), "observation": (), "scores": {}, "info": {}}
+        info = {name: value for name, value in self.info.items() if name == PROMPTED_REASONING}
+        blank: dict[str, Any] = {"tool_results": (), "observation": (), "scores": {}, "info": info}
         return replace(self, spans=list(sampled), timings=timings, **blank)
 
 

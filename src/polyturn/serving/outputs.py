@@ -19,6 +19,7 @@ from polyturn.core.generation import FinishReason
 from polyturn.core.media import media_of
 from polyturn.core.messages import Message
 from polyturn.core.trajectory import SpanSource, Trajectory, Turn
+from polyturn.rollout.open_turn import PROMPTED_REASONING
 from polyturn.serving.rollout_protocol import (
     MEDIA,
     ChatCompletionResponse,
@@ -98,7 +99,7 @@ def reward_rows(trajectory: Trajectory) -> list[dict[str, Any]]:
             {
                 **{name: items for name, items in media.items() if items},
                 **columns,
-                "messages": part.messages,
+                "messages": _with_prompted_reasoning(part.messages, trajectory),
                 "prompt_id": f"prompt_{task.id}",
                 "request_id": trajectory.id,
                 "finish_reason": "length" if is_cut else "stop",
@@ -148,6 +149,29 @@ def _conversation(trajectory: Trajectory, until: int) -> list[dict[str, Any]]:
         if not turn.is_continued:
             messages += [turn.message, *(turn.observation if turn.index + 1 < until else ())]
     return [m.to_openai() if m.written is None else {"role": m.role, "content": m.written} for m in messages]
+
+
+def _with_prompted_reasoning(messages: Sequence[Mapping[str, Any]], trajectory: Trajectory) -> list[dict[str, Any]]:
+    """Return messages in which each reply begins with the reasoning that the generation prompt wrote before it.
+
+    Reward functions that check the form of a reply look for its `<think>`, which may be in the prompt.
+    """
+    prompted: dict[str, str] = {}
+    """Reply -> the reasoning before it."""
+    last = ""
+    continues = False
+    for turn in trajectory.turns:
+        last = last if continues else turn.info.get(PROMPTED_REASONING, "")
+        prompted[turn.message.text if turn.message.written is None else turn.message.written] = last
+        continues = turn.is_continued
+    whole = []
+    for message in messages:
+        content, before = message["content"], ""
+        if message["role"] == "assistant" and isinstance(content, str):
+            before = prompted.get(content, last if message is messages[-1] else "")
+        is_missing = bool(before) and not content.startswith(before)
+        whole.append({**message, "content": before + content} if is_missing else dict(message))
+    return whole
 
 
 def _tokens(trajectory: Trajectory, turns: Sequence[Turn]) -> _Tokens:

@@ -170,10 +170,15 @@ class Codec:
         return frozenset(string_literals(self.chat_template or ""))
 
     @functools.cached_property
+    def prompted_reasoning(self) -> str:
+        """The reasoning in the generation prompt: "<think>\n" or "<think>\n\n</think>\n\n"; often ""."""
+        prompt = self.generation_prompt
+        return prompt[prompt.rfind("<think>") :] if "<think>" in prompt else ""
+
+    @functools.cached_property
     def opened_reasoning(self) -> str:
         """The opening of reasoning that the generation prompt writes but a history omits, such as "<think>\n"; often ""."""
-        prompt = self.generation_prompt
-        opened = prompt[prompt.rfind("<think>") :] if "<think>" in prompt else ""
+        opened = self.prompted_reasoning
         return "" if self.opens_as_prompted or "</think>" in opened else opened
 
     @functools.cached_property

@@ -29,6 +29,7 @@ from polyturn.core.task import Task
 from polyturn.core.trajectory import SpanSource, Trajectory
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.run_episode import run_episode
+from polyturn.rollout.scheduler import MultiTurnScheduler as NativeScheduler
 from polyturn.serving.outputs import reward_rows
 from polyturn.serving.rollout_protocol import RolloutInferRequest, RolloutOutput
 from polyturn.testing.episodes import scripted_context, task, tiny_codec
@@ -574,6 +575,19 @@ async def test_reward_functions_get_what_they_get_in_ms_swift() -> None:
     assert [len(ids) for ids in arguments["response_token_ids"]] == [2]
     assert arguments["trajectory_inputs"]["g0/0"][0]["messages"][-1]["content"] == "b"
     assert arguments["trainer_state"].global_step == 0
+
+
+PROMPTS_REASONING = CHAT_TEMPLATE.replace("assistant\\n' -}}{%- endif -%}", "assistant\\n<think>\\n' -}}{%- endif -%}")
+
+
+@pytest.mark.parametrize("scheduler", [NativeScheduler(), SwiftScheduler(stepping(), max_turns=1)])
+async def test_completion_begins_with_reasoning_of_the_prompt(scheduler: Any) -> None:
+    reply = "2\n</think>\n\n<answer>4</answer>"
+    context = scripted_context([reply], scheduler=scheduler, rewards={"*": lambda trajectory: 1.0})
+    context.codec = Codec(tiny_tokenizer(), chat_template=PROMPTS_REASONING)
+    trajectory = await run_episode(context, task(), id="e")
+    assert reward_rows(trajectory)[0]["messages"][-1]["content"] == f"<think>\n{reply}"
+    assert (await score(trajectory, ["format"]))["score"] == 1.0
 
 
 def half_of_solved(completions: Any, solution: Any) -> Any:
