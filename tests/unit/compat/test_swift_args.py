@@ -345,6 +345,16 @@ def test_batch_is_that_of_all_processes(processes: int, flags: str, groups: int,
         to_native(parse(["--model", "m/x", "--reward_funcs", "a", "--per_device_train_batch_size", "1"]), num_processes=3)
 
 
+@pytest.mark.parametrize(
+    ("command", "number", "length"),
+    [("rlhf", 10, {"epochs": 2}), ("rlhf", 25, {"steps": 50}), ("megatron", 25, {"steps": 25})],
+)
+def test_short_file_is_repeated(command: str, number: int, length: dict[str, int], tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"messages": []}\n' * 10)
+    found = translate(command, f"--dataset {tmp_path}/rows.jsonl#{number} --num_train_epochs 2")
+    assert {name: value for name, value in found.native["train"].items() if name in ("epochs", "steps")} == length
+
+
 @pytest.mark.parametrize("command", ["rlhf", "rollout"])
 def test_vllm_sizes_start_servers_where_vllm_is_the_engine(command: str) -> None:
     sizes = "--vllm_data_parallel_size 2 --vllm_tensor_parallel_size 4"

@@ -25,7 +25,7 @@ from polyturn.compat.swift.args.convert_loss import (
     teacher,
     uses_gym,
 )
-from polyturn.compat.swift.args.convert_megatron import decay, iterations, megatron, updates_per_rollout
+from polyturn.compat.swift.args.convert_megatron import decay, iterations, megatron, put_epochs, updates_per_rollout
 from polyturn.config.translate.source import Source
 
 logger = logging.getLogger(__name__)
@@ -262,7 +262,7 @@ def steps(s: Source) -> None:
     if int(epochs) != epochs or epochs < 1:
         s.refuse("num_train_epochs", "it must be a whole number of passes; use max_steps for a part of a pass")
         return
-    s.put("train.epochs", int(epochs), by="num_train_epochs")
+    put_epochs(s, int(epochs))
 
 
 def every(s: Source) -> None:

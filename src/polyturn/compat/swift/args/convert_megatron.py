@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -11,6 +12,29 @@ if TYPE_CHECKING:
 def updates_per_rollout(s: Source) -> int:
     """Return the number of optimizer updates per rollout. ms-swift counts updates as steps, polyturn rollouts."""
     return int(s.native.get("train", {}).get("minibatches", 1)) * s.whole("num_iterations", 1, least=1)
+
+
+def put_epochs(s: Source, epochs: int) -> None:
+    """Set the number of passes, or the number of steps if the data set is `file#N` and the file has fewer than N rows.
+
+    ms-swift repeats the rows of such a file until there are N.
+    """
+    path, _, number = str(s.get("dataset", "")).partition("#")
+    if number.isdigit() and os.path.isfile(path) and (rows := _num_rows(path)) < int(number):
+        steps = max(1, epochs * int(number) // int(s.native.get("train", {}).get("groups_per_step", 1)))
+        s.put("train.steps", steps, by="num_train_epochs")
+        s.notes["dataset"] = f"the file has {rows} rows, which are repeated; {epochs} x {number} tasks are {steps} steps"
+    else:
+        s.put("train.epochs", epochs, by="num_train_epochs")
+
+
+def _num_rows(path: str) -> int:
+    if path.endswith(".parquet"):
+        from pyarrow import parquet
+
+        return int(parquet.read_metadata(path).num_rows)
+    with open(path, "rb") as file:
+        return sum(1 for line in file if line.strip())
 
 
 def megatron(s: Source) -> None:
@@ -33,7 +57,7 @@ def iterations(s: Source) -> None:
     per_rollout = updates_per_rollout(s)
     epochs, updates = s.get("num_train_epochs"), s.get("train_iters")
     if epochs is not None:
-        s.put("train.epochs", s.whole("num_train_epochs", 1, least=1), by="num_train_epochs")
+        put_epochs(s, s.whole("num_train_epochs", 1, least=1))
         if updates is not None:
             s.notes["train_iters"] = "num_train_epochs sets the length of the run, as in ms-swift if both are set"
     elif updates is not None:
