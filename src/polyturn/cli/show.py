@@ -4,7 +4,7 @@
     polyturn show RUN g5/2                     as a conversation
     polyturn show RUN g5/2 --tokens            token by token: sampled and trained, sampled and not, observation, prompt
 
-A run that is damaged, incomplete, empty or of an older version is shown as far as possible, with a message about the rest.
+A run that is damaged, incomplete or empty is shown as far as possible, with a message about the rest.
 """
 
 from __future__ import annotations

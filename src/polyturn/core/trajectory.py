@@ -275,7 +275,7 @@ class Trajectory(Record):
         """Return the text that a reward function reads; empty if the model wrote nothing.
 
         Raises:
-            DataError: the exact text of a turn with reasoning or calls is not recorded, as in stores of older versions.
+            DataError: the exact text of a turn with reasoning or calls is not recorded.
         """
         if which == "answer":
             last = self.turns[-1].message if self.turns else Message(role="assistant")

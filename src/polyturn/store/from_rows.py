@@ -2,8 +2,7 @@
 
     {"spans": [{"length": 2, "has_logprobs": true, …}]}  +  ids, logprobs, weights  ->  spans
 
-A row's arrays are split by the lengths of its spans, and `core/serde.py` creates the objects. Rows of earlier versions are
-first converted to the current form (`older_versions.py`).
+A row's arrays are split by the lengths of its spans, and `core/serde.py` creates the objects.
 """
 
 from __future__ import annotations
@@ -18,34 +17,22 @@ import pyarrow as pa
 from polyturn.core.errors import DataError
 from polyturn.core.serde import from_json
 from polyturn.core.trajectory import Trajectory
-from polyturn.store import older_versions
 from polyturn.store.part_file import PartFile
-from polyturn.store.schema import ARRAYS, METADATA_KEY, VERSION, StoredTrajectory, Trained
+from polyturn.store.schema import ARRAYS, StoredTrajectory, Trained
 
 UNREADABLE = (
     pa.ArrowException, OSError, LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError,
 )  # fmt: skip
 """Errors from reading a file that is damaged, malicious, or not part of a run."""
-_PLAIN = ("id", "group", "step", "split", "dropped", "routed_experts")
-_TEXTS: dict[int, tuple[str, ...]] = {1: ("payload",), 2: older_versions.COLUMNS, 3: ("trajectory",)}
-"""Version -> the columns of a trajectory, except its arrays."""
+_PLAIN = ("id", "group", "step", "split", "dropped", "routed_experts", "trajectory")
 
 
 def read_rows(file: PartFile, rows: Sequence[int], *, damaged: Callable[[int, Exception], object]) -> list[StoredTrajectory]:
-    """Return rows of a part in the given order; damaged rows are left out and passed to `damaged`.
-
-    Raises:
-        DataError: a newer version wrote the part.
-    """
-    version = int((file.schema.metadata or {}).get(METADATA_KEY.encode(), b"1"))
-    if version > VERSION:
-        raise DataError(
-            f"the part has version {version}, but this polyturn reads versions up to {VERSION}; use a newer polyturn"
-        )
+    """Return rows of a part in the given order; damaged rows are left out and passed to `damaged`."""
     records = []
-    for row, values in _values(file, rows, {*_PLAIN, *_TEXTS[version], *ARRAYS}):
+    for row, values in _values(file, rows, {*_PLAIN, *ARRAYS}):
         try:
-            records.append(_record(values, version))
+            records.append(_record(values))
         except UNREADABLE as problem:  # other rows are not affected
             damaged(row, problem)
     return records
@@ -70,7 +57,7 @@ def _values(file: PartFile, rows: Sequence[int], columns: set[str]) -> list[tupl
     return [(row, row_by_index[row]) for row in rows]
 
 
-def _record(row: Mapping[str, Any], version: int) -> StoredTrajectory:
+def _record(row: Mapping[str, Any]) -> StoredTrajectory:
     """Return the trajectory of one row.
 
     Raises:
@@ -79,14 +66,9 @@ def _record(row: Mapping[str, Any], version: int) -> StoredTrajectory:
     for name, kind in (("id", str), ("group", str), ("step", int), ("split", str), ("dropped", str | None)):
         if not isinstance(row.get(name), kind):
             raise DataError(f"its column {name} holds {row.get(name)!r:.80}")
-    if version == 1:
-        trajectory = from_json(Trajectory, json.loads(row["payload"]))
-    else:
-        data = {**json.loads(row["trajectory"]), "id": row["id"]} if version == VERSION else older_versions.of_second(row)
-        trajectory = from_json(Trajectory, _with_arrays(data, row))
+    trajectory = from_json(Trajectory, _with_arrays({**json.loads(row["trajectory"]), "id": row["id"]}, row))
     arrays = {
-        # some columns are missing in older files
-        name: None if row.get(name) is None else np.asarray(row[name], dtype=np.float32)
+        name: None if row[name] is None else np.asarray(row[name], dtype=np.float32)
         for name in ("advantages", "policy_logprobs", "entropies", "trained_weights")
     }
     for name, array in arrays.items():

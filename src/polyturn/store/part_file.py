@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from polyturn.core.errors import DataError
+from polyturn.store.schema import METADATA_KEY, VERSION
 
 MAX_ROWS = 1_000_000
 """Largest number of rows of a file; a part written by this library has the rows of at most 64 steps."""
@@ -19,11 +20,16 @@ class PartFile:
         """Read the footer of a file.
 
         Raises:
-            DataError: the file has more than `MAX_ROWS` rows.
+            DataError: the file has more than `MAX_ROWS` rows, or another version of the store wrote it.
         """
         footer = pq.read_metadata(path)
         if footer.num_rows > MAX_ROWS:
             raise DataError(f"the file has {footer.num_rows} rows; at most {MAX_ROWS} are supported")
+        version = (footer.metadata or {}).get(METADATA_KEY.encode(), b"none").decode(errors="replace")
+        if version != str(VERSION):
+            raise DataError(
+                f"the part has version {version}, but this polyturn reads version {VERSION}; use the polyturn that wrote it"
+            )
         columns = [footer.schema.column(i) for i in range(len(footer.schema))]
         self._paths = [column.path for column in columns]
         texts = [column.path for column in columns if column.physical_type == "BYTE_ARRAY"]

@@ -8,7 +8,7 @@
     search     texts [each text once]   tool_results [(name, error, duration_s)]
 
 Values for tables, charts and searches have columns; the rest is JSON. `to_rows.py` writes the columns and `from_rows.py`
-reads them, with `older_versions.py` for earlier versions.
+reads them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import pyarrow as pa
 
 from polyturn.core.arrays import Floats
 from polyturn.core.trajectory import Trajectory
-from polyturn.store.older_versions import read_floats
 
 VERSION = 3
 METADATA_KEY = "polyturn_store"
@@ -119,21 +118,3 @@ class StoredTrajectory:
             at += int(mask.sum())
             aligned.append(out)
         return aligned
-
-
-def upgrade(table: pa.Table) -> pa.Table:
-    """Return the index columns of a table of an earlier version, with nulls for columns that it lacks.
-
-    Raises:
-        KeyError: the table lacks a column that every version has.
-    """
-    columns = []
-    for name, kind in INDEX.items():
-        if name not in table.column_names and name not in KEY:
-            columns.append(pa.nulls(table.num_rows, kind))
-        elif name == "components" and not pa.types.is_map(table[name].type):
-            read = [None if v is None else list(read_floats(v).items()) for v in table[name].to_pylist()]
-            columns.append(pa.array(read, kind))
-        else:
-            columns.append(table[name].cast(kind))
-    return pa.table(columns, names=list(INDEX))

@@ -32,7 +32,7 @@ from polyturn.infra.metrics_file import read_metrics
 from polyturn.store.from_rows import UNREADABLE, read_rows
 from polyturn.store.parquet_store import FOLDER, list_parts
 from polyturn.store.part_file import PartFile
-from polyturn.store.schema import INDEX_COLUMNS, KEY, SCHEMA, StoredTrajectory, upgrade
+from polyturn.store.schema import INDEX_COLUMNS, KEY, SCHEMA, StoredTrajectory
 from polyturn.store.sql import run_query
 from polyturn.store.table import RowTable
 from polyturn.store.text_search import TextQuery, TextSearch
@@ -347,8 +347,7 @@ class StoredRun:
             file = PartFile(path)
             if self._num_listed + file.num_rows > MAX_LISTED:
                 raise DataError(f"earlier parts have {self._num_listed} rows; at most {MAX_LISTED} can be listed")
-            present = set(file.schema.names)
-            table = upgrade(file.read([c for c in INDEX_COLUMNS if c in present]))
+            table = file.read(INDEX_COLUMNS)
             self._num_listed += table.num_rows
             columns = {_PART: pa.array([name] * table.num_rows, pa.string()), _ROW: pa.array(np.arange(table.num_rows))}
             for column, values in columns.items():
@@ -392,7 +391,7 @@ class StoredRun:
 
     def _note(self, name: str, why: str) -> None:
         if name not in self.problems:
-            logger.warning("%s is damaged and is skipped (%s); nothing else is affected", self.folder / FOLDER / name, why)
+            logger.warning("%s cannot be read and is skipped (%s); the rest is shown", self.folder / FOLDER / name, why)
         self.problems[name] = why
 
 

@@ -35,9 +35,6 @@ PartKey = tuple[str, tuple[int, int]]
 """Name of a part, and the time and size of its file."""
 _PIECE = 4096
 """Number of texts between two checks of the deadline."""
-_COLUMNS = {"texts": ("element",)}
-_COLUMNS_OF_SECOND = {"messages": ("text", "reasoning"), "tool_calls": ("arguments",), "tool_results": ("text", "error")}
-"""Columns with texts and their fields, in parts of version 2 of the store."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,16 +139,9 @@ class TextSearch:
 
 def _texts_in(file: PartFile) -> Iterator[_Texts]:
     start = 0
-    columns = _COLUMNS if "texts" in file.schema.names else _COLUMNS_OF_SECOND
-    paths = [path for column, leaves in columns.items() for leaf in leaves for path in file.paths(column, leaf)]
     for group, count in enumerate(file.rows_of_groups):
-        table = file.read(paths, groups=[group])
-        for column in table.column_names:
-            of = table[column].combine_chunks()
-            row = start + np.asarray(pc.list_parent_indices(of), np.int64)
-            whole = of.flatten()
-            for values in whole.flatten() if pa.types.is_struct(whole.type) else [whole]:
-                yield _texts_of(values, row)
+        lists = file.read(["texts"], groups=[group])["texts"].combine_chunks()
+        yield _texts_of(lists.flatten(), start + np.asarray(pc.list_parent_indices(lists), np.int64))
         start += count
 
 

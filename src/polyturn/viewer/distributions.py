@@ -45,10 +45,8 @@ class TokenValues(NamedTuple):
 
 
 def token_values(file: PartFile) -> dict[str, TokenValues]:
-    """Return name of `OF_TOKENS` -> values of a part's tokens; empty for a part of an older version."""
+    """Return name of `OF_TOKENS` -> values of a part's tokens."""
     names = ["advantages", "logprobs", "policy_logprobs"]
-    if not set(names) <= set(file.schema.names):
-        return {}
     table = file.read(names)
     (row, _, advantages), engine, trainer = (spaced(table[name].combine_chunks()) for name in names)
     same = np.isin(engine.row, np.flatnonzero(engine.length == trainer.length))

@@ -68,11 +68,9 @@ def stop_reasons(table: pa.Table) -> dict[str, str]:
 
 
 def tool_calls(file: PartFile) -> pa.Table:
-    """Return the tool calls of a part, with the columns of `CALLS`; empty for a part of an older version."""
+    """Return the tool calls of a part, with the columns of `CALLS`."""
     leaves = CALLS.names[1:]
     paths = [path for leaf in leaves for path in file.paths("tool_results", leaf)]
-    if len(paths) < len(leaves):
-        return CALLS.empty_table()
     column = file.read(paths)["tool_results"].combine_chunks()
     values = [pc.list_parent_indices(column), *(column.flatten().field(leaf) for leaf in leaves)]
     return pa.table([v.cast(kind) for v, kind in zip(values, CALLS.types, strict=True)], schema=CALLS)

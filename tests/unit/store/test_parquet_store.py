@@ -122,7 +122,7 @@ def test_logprobs_come_back_bit_for_bit(tmp_path_factory: pytest.TempPathFactory
     assert open_store(folder).trajectory("g0/0").same_as(recorded)
 
 
-def test_routed_experts_come_back_and_older_files_are_read(tmp_path: Path) -> None:
+def test_routed_experts_come_back(tmp_path: Path) -> None:
     one = trajectory()
     routes = np.arange(12, dtype=np.uint8).reshape(2, 3, 2)
     spans = (replace(one.segments[0].spans[0], routed_experts=routes), *one.segments[0].spans[1:])
@@ -134,9 +134,6 @@ def test_routed_experts_come_back_and_older_files_are_read(tmp_path: Path) -> No
     store.close()
     found = open_store(tmp_path).trajectories()
     assert [a.same_as(b) for a, b in zip(found, (routed, one), strict=True)] == [True, True]
-    for part in tmp_path.rglob("*.parquet"):
-        pq.write_table(pq.read_table(part).drop_columns(["entropies"]), part)
-    assert list(open_store(tmp_path).trajectories())[1].same_as(one)
 
 
 def test_reopened_store_goes_on_after_the_last_part(tmp_path: Path) -> None:
@@ -210,7 +207,7 @@ def test_damaged_part_is_skipped_with_a_warning(tmp_path: Path, caplog: pytest.L
         found = [g.id for g in open_store(tmp_path).groups()]
     assert found == ["g0", "g2"]
     assert len(caplog.messages) == 1
-    assert "part-00001.parquet is damaged and is skipped" in caplog.messages[0]
+    assert "part-00001.parquet cannot be read and is skipped" in caplog.messages[0]
 
 
 def test_missing_record_is_refused(tmp_path: Path) -> None:
