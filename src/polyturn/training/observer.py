@@ -30,14 +30,13 @@ from polyturn.infra.console import stderr_console
 from polyturn.store.options import StoreSettings
 from polyturn.store.parquet_store import ParquetStore
 from polyturn.store.schema import Trained
-from polyturn.tracking.alarms import Alarm, Alarms
+from polyturn.tracking.alarms import Alarm, Alarms, PluginAlarms
 from polyturn.tracking.base import RunInfo
 from polyturn.tracking.console import PAUSE_S, ConsoleTracker, Progress, duration, pause_after, stops
 from polyturn.tracking.dump import TrajectoryDump
 from polyturn.tracking.jsonl import JsonlTracker, read_metrics
 from polyturn.tracking.live import LiveStatus
 from polyturn.tracking.manager import Trackers, TrackerSpec
-from polyturn.tracking.plugin_alarms import PluginAlarms
 from polyturn.tracking.system import SystemSampler
 from polyturn.training.end_alarms import EndAlarms
 from polyturn.training.observer_base import Observer

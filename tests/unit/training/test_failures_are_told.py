@@ -22,8 +22,7 @@ from polyturn.rollout.pool import GroupSpec, RolloutPool
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.tools.toolbox import Toolbox
-from polyturn.tracking.alarms import Alarms
-from polyturn.tracking.plugin_alarms import MIN_CALLS, PluginAlarms
+from polyturn.tracking.alarms import MIN_CALLS, Alarms, PluginAlarms
 from support.refusals import refuses
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {"key": "a"}}\n</tool_call>'
