@@ -2,21 +2,22 @@
 
 A coroutine runs on the event loop in a separate task, so that a call that ignores its cancellation can be abandoned. Its
 deadline covers each stretch of its own work and excludes the time that it awaits `episode`. A plain function runs in a
-daemon thread with a deadline, so `time.sleep`, a request or a simulator in a `step` does not block other episodes. If all
-episodes share one scheduler object, only one thread calls it at a time. The library's own methods have deadlines inside and
-are called directly.
+daemon thread with a deadline, so `time.sleep`, a request or a simulator in a `step` does not block other episodes; it reaches
+the event loop through `LoopBridge`. If all episodes share one scheduler object, only one thread calls it at a time. The
+library's own methods have deadlines inside and are called directly.
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import functools
 import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from polyturn.core.errors import PLUGIN_RAISES, PolyturnError, SchedulerError, one_line
+from polyturn.core.errors import PLUGIN_RAISES, LifecycleError, PolyturnError, SchedulerError, one_line
 from polyturn.infra.aio import PerLoop
 from polyturn.infra.deadline import CallWithDeadline, DeadlineError, Stretch
 
@@ -121,6 +122,7 @@ class AsSchedulerError:
 
 
 _Ours = TypeVar("_Ours", bound=Callable[..., Any])
+_Result = TypeVar("_Result")
 _MARK = "_polyturn_keeps_deadlines"
 
 
@@ -147,3 +149,81 @@ def has_own_deadlines(method: Callable[..., Any]) -> bool:
 
 async def _result(answer: Awaitable[Any]) -> Any:
     return await answer
+
+
+class LoopBridge:
+    """Runs coroutines on an episode's event loop for its threads; forks share one bridge.
+
+        thread       turn = episode.wait(episode.generate())  --->  waits
+        event loop                                            await episode.generate()
+
+    No thread keeps waiting after its episode ends: pending calls are cancelled, and later calls are refused.
+    """
+
+    __slots__ = ("_loop", "_waiting", "is_closed")
+
+    def __init__(self) -> None:
+        """Start without an event loop; `enter` binds one."""
+        self.is_closed = False
+        """Whether the episode has ended; calls are then refused."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._waiting: set[concurrent.futures.Future[Any]] = set()
+        """Futures on which threads are waiting."""
+
+    def enter(self) -> None:
+        """Bind to the running event loop."""
+        self._loop = asyncio.get_running_loop()
+
+    def wait(self, awaitable: Awaitable[_Result], *, of: str) -> _Result:
+        """Await on the event loop, and return the result to the calling thread.
+
+        Args:
+            awaitable: The object to await. If the call is refused, a coroutine is closed, so that Python does not warn.
+            of: The episode's id, for messages.
+
+        Raises:
+            SchedulerError: the caller runs on the event loop, which would then wait for itself.
+            LifecycleError: the episode has ended.
+        """
+        if self._loop is None or _is_on_a_loop():
+            _discard(awaitable)
+            raise SchedulerError("`wait` is for plain methods, which run in a thread; in an async method, use await")
+
+        def refuse_late() -> None:
+            if self.is_closed:
+                _discard(awaitable)
+                raise LifecycleError(f"episode {of!r} has ended; a call that ran past its deadline still uses it")
+
+        async def run() -> _Result:
+            refuse_late()
+            return await awaitable
+
+        refuse_late()  # and again on the loop: the episode may end before the loop runs the call
+        future = asyncio.run_coroutine_threadsafe(run(), self._loop)
+        self._waiting.add(future)
+        if self.is_closed:  # the episode ended before `close` could see this future
+            future.cancel()
+        try:
+            return future.result()
+        finally:
+            self._waiting.discard(future)
+
+    def close(self) -> None:
+        """Release every waiting thread, because the episode has ended."""
+        self.is_closed = True
+        for future in list(self._waiting):
+            future.cancel()
+
+
+def _is_on_a_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _discard(awaitable: Awaitable[Any]) -> None:
+    """Close a coroutine that will never be awaited."""
+    if asyncio.iscoroutine(awaitable):
+        awaitable.close()

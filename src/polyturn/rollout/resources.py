@@ -23,7 +23,7 @@ from polyturn.core.messages import Message, Origin
 from polyturn.core.task import Task
 from polyturn.core.trajectory import ToolResult
 from polyturn.infra.aio import loop_clock
-from polyturn.rollout.bridge import LoopBridge
+from polyturn.rollout.calls import LoopBridge
 from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.history import History
 from polyturn.rollout.open_turn import OpenTurn

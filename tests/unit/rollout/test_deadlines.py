@@ -14,8 +14,7 @@ from polyturn.core.errors import LifecycleError, RolloutError, SchedulerError
 from polyturn.core.generation import Completion, GenerateRequest
 from polyturn.environments.scheduler import EnvScheduler
 from polyturn.rollout import schedulers as shipped
-from polyturn.rollout.bridge import LoopBridge
-from polyturn.rollout.calls import has_own_deadlines
+from polyturn.rollout.calls import LoopBridge, has_own_deadlines
 from polyturn.rollout.env import envs
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.run_episode import run_episode
