@@ -3,8 +3,8 @@
 A coroutine runs on the event loop in a separate task, so that a call that ignores its cancellation can be abandoned. Its
 deadline covers each stretch of its own work and excludes the time that it awaits `episode`. A plain function runs in a
 daemon thread with a deadline, so `time.sleep`, a request or a simulator in a `step` does not block other episodes; it
-reaches the event loop through `LoopBridge`. If all episodes share one scheduler object, only one thread calls it at a time. The
-library's own methods have deadlines inside and are called directly.
+reaches the event loop through `LoopBridge`. If all episodes share one scheduler object, only one thread calls it at a
+time. The library's own methods have deadlines inside and are called directly.
 """
 
 from __future__ import annotations
