@@ -34,8 +34,8 @@ def tiny_model(
 
     Args:
         tokenizer: The tokenizer to fit, or the size of the vocabulary.
-        kind: "qwen3", "qwen2" or "llama"; with experts, of which each token takes 2, "qwen3_moe", "mixtral", and with
-            a shared expert "qwen2_moe" and "deepseek_v3" (its first layer dense).
+        kind: "qwen3", "qwen2", "llama" or "minicpm3"; with experts, of which each token takes 2, "qwen3_moe", "mixtral",
+            and with a shared expert "qwen2_moe" and "deepseek_v3" (its first layer dense).
         hidden: Width; a multiple of 2 * heads.
         layers: Number of decoder layers.
         heads: Number of attention heads.
@@ -114,6 +114,11 @@ def _family(kind: str, *, hidden: int, heads: int, num_experts: int) -> tuple[An
             {"num_local_experts": 8, "num_experts_per_tok": 2},
         ),
         "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM, deepseek),
+        "minicpm3": (
+            transformers.MiniCPM3Config,
+            transformers.MiniCPM3ForCausalLM,
+            {**latent, "v_head_dim": 2 * half, "num_key_value_heads": heads},
+        ),
     }
     if kind not in families:
         raise ConfigError(f"there is no tiny model of kind {kind!r}.{did_you_mean(kind, families)}")

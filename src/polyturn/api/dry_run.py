@@ -182,7 +182,7 @@ def estimates_of(parts: build.Parts, *, num_prompt_tokens: int) -> tuple[dict[st
     layout, launch = layout_of(config), config.engine.launch if isinstance(config.engine, ServerOptions) else None
     names_gpus = launch is not None and bool(launch.devices)
     load = load_of(parts.source, tokens=tokens, on_gpu=names_gpus or torch.cuda.is_available())
-    size = ModelSize.of(parts.model)
+    size = ModelSize.of(parts.model, engine=config.engine.kind)
     demand = Demand(size, load, parts.max_context, row_width(config))
     bytes_by_part, tables = demand.rank(ranks), demand.tables(layout)
     engine = config.engine

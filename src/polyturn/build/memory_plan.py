@@ -185,7 +185,8 @@ def demand_of(source: ConfigSource) -> Demand:
         lora.add_lora(model, config.model.lora, seed=config.seed)
     load = load_of(source, tokens=config.train.max_tokens_per_batch)
     context = max_context_of(config.rollout.limits.max_context, model)
-    return Demand(ModelSize.of(model), load, context, row_width(config), sends_adapter(source, model))
+    size = ModelSize.of(model, engine=config.engine.kind)
+    return Demand(size, load, context, row_width(config), sends_adapter(source, model))
 
 
 def load_of(source: ConfigSource, *, tokens: int, on_gpu: bool = True) -> RankLoad:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedModel
@@ -28,6 +28,8 @@ from polyturn.training.modality_encoders import encoders_of, layers_of
 from polyturn.training.model import MAX_LOGITS, MAX_LOGITS_CPU, MIN_CHUNK
 from polyturn.training.options import Degrees
 
+_WHOLE_HEADS = ("minicpm3",)
+"""Models with a latent of which vLLM (0.32) caches the heads' keys, and values padded to the width of keys."""
 _AT_REST = ("parameters", "float32 masters", "moments of AdamW", "frozen models")
 """Parts of `rank_bytes` that a rank also holds between updates."""
 
@@ -51,38 +53,35 @@ class ModelSize:
     hidden: int
     num_layers: int
     vocab: int
+    kv_width: int
+    """Width of a token's keys and values in a layer, of all heads together."""
+    cached: int
+    """Width that a KV cache keeps of a token in a layer: `kv_width`, or less if it keeps a latent instead of the heads' keys
+    and values (multi-head latent attention: DeepSeek-AI 2024, DeepSeek-V2, section 2.1)."""
     kv_heads: int
     """Number of heads among which GPUs divide a KV cache; 1 for a latent, which every GPU keeps."""
-    kv_width: int
-    """Width of the keys (and of the values) of a token in a layer."""
     kept: int
     """Bytes per token that a layer keeps for its backward pass."""
-    latent: int = 0
-    """Width of the latent that a KV cache keeps of a token in a layer, instead of the heads' keys and values (multi-head
-    latent attention: DeepSeek-AI 2024, DeepSeek-V2, section 2.1); 0 for other attention."""
     experts: int = 0
     """Number of parameters of all experts; `parameters` includes them."""
     layer_experts: int = 0
     """Number of parameters of the experts of the largest layer."""
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> ModelSize:
-        """Return the sizes of a model, with or without weights."""
+    def of(cls, model: PreTrainedModel, *, engine: object = None) -> ModelSize:
+        """Return the sizes of a model, with or without weights; `engine` is the kind of engine that keeps the KV cache."""
         config = model.config.get_text_config()
         layer_list = layers_of(model, encoders_of(model))
         layers = [sum(p.numel() for p in layer.parameters()) for layer in layer_list]
         experts = [sum(p.numel() for p in layer.parameters() if p.dim() == 3) for layer in layer_list]
         parameters = sum(p.numel() for p in model.parameters())
         fields = config.to_dict()
-        heads = fields.get("num_key_value_heads") or config.num_attention_heads
-        width = fields.get("head_dim") or config.hidden_size // config.num_attention_heads
-        latent = int(rank) + int(fields["qk_rope_head_dim"]) if (rank := fields.get("kv_lora_rank")) else 0
+        attention = _Attention.of(fields, heads=config.num_attention_heads, hidden=config.hidden_size, engine=engine)
         element = next(model.parameters()).element_size()
         kept = _kept(
             fields,
+            attention,
             hidden=int(config.hidden_size),
-            query=config.num_attention_heads * width,
-            key=heads * width,
             element=element,
             norms_heads=any("q_norm" in name for name, _ in model.named_parameters()),
         )
@@ -96,13 +95,44 @@ class ModelSize:
             hidden=int(config.hidden_size),
             num_layers=int(config.num_hidden_layers),
             vocab=int(config.vocab_size),
-            kv_heads=1 if latent else int(heads),
-            kv_width=int(heads * width),
+            kv_width=attention.key + attention.value,
+            cached=attention.cached,
+            kv_heads=attention.kv_heads,
             kept=kept,
-            latent=latent,
             experts=sum(experts),
             layer_experts=max(experts, default=0),
         )
+
+
+class _Attention(NamedTuple):
+    """The widths of a layer's attention, in numbers per token."""
+
+    query: int
+    key: int
+    value: int
+    kept: int
+    """Numbers that autograd keeps: queries, keys, values and output; no scores (FlashAttention)."""
+    latents: int
+    """Width of the latents, which are normalised before queries, keys and values are made of them."""
+    cached: int
+    kv_heads: int
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any], *, heads: int, hidden: int, engine: object) -> _Attention:
+        """Return the widths of a model with the config `fields`."""
+        if (rank := fields.get("kv_lora_rank")) is None:
+            kv_heads = int(fields.get("num_key_value_heads") or heads)
+            width = int(fields.get("head_dim") or hidden // heads)
+            query, key = heads * width, kv_heads * width
+            return cls(query, key, key, kept=2 * query + 2 * key, latents=0, cached=2 * key, kv_heads=kv_heads)
+        plain, rotated, wide = (int(fields[f"{part}_head_dim"]) for part in ("qk_nope", "qk_rope", "v"))
+        key, value = heads * (plain + rotated), heads * wide
+        # Values are a view of a tensor that also has the keys' part without positions; the output is kept in two orders.
+        kept = 2 * key + (heads * plain + value) + 2 * value
+        latents = int(rank) + int(fields.get("q_lora_rank") or 0)
+        whole = engine == "vllm" and fields.get("model_type") in _WHOLE_HEADS
+        cached, kv_heads = (2 * key, heads) if whole else (int(rank) + rotated, 1)
+        return cls(key, key, value, kept=kept, latents=latents, cached=cached, kv_heads=kv_heads)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +201,7 @@ def rank_bytes(size: ModelSize, load: RankLoad) -> dict[str, int]:
     activations = tokens * (inputs + kept if load.recomputes else num_layers * kept) // wide
     # Attention keeps the keys and values of all tokens; other layers keep only the rank's tokens.
     layers_kept = 1 if load.recomputes else num_layers
-    activations += (load.tokens - tokens) * 2 * size.kv_width * size.element * layers_kept // wide
+    activations += (load.tokens - tokens) * size.kv_width * size.element * layers_kept // wide
     # glibc frees blocks of medium size within its heap, and lasting gradients settle in the gaps. So the heap keeps the size
     # of a micro-batch's activations, and on ranks of a gathered layer and its whole gradient.
     gaps = activations if is_sharded else activations * 3 // 2  # measured: Megatron's leave more
@@ -192,8 +222,8 @@ def rank_bytes(size: ModelSize, load: RankLoad) -> dict[str, int]:
     }
 
 
-def _kept(fields: Mapping[str, Any], *, hidden: int, query: int, key: int, element: int, norms_heads: bool) -> int:
-    """Return the bytes per token that autograd keeps for a Llama or Qwen layer of transformers.
+def _kept(fields: Mapping[str, Any], attention: _Attention, *, hidden: int, element: int, norms_heads: bool) -> int:
+    """Return the bytes per token that autograd keeps for a Llama, Qwen or DeepSeek layer of transformers.
 
     With e bytes of a number, h the hidden width, q that of queries, k that of keys, i that of the feed-forward layer:
 
@@ -201,6 +231,8 @@ def _kept(fields: Mapping[str, Any], *, hidden: int, query: int, key: int, eleme
         norms of queries and keys     (4 + e) (q + k)     the same, without the output, which is rotated before it is kept
         attention                     e (2q + 2k)         queries, keys, values, its output; no scores (FlashAttention)
         feed-forward                  4 e i               both projections, the activation, the product
+
+    Attention with a latent keeps `_Attention.kept`, and 4 + 2e per number of its normalised latents.
 
     In a mixture of experts, i is the sum over the token's experts, and each adds 2 e h for its input and output. A shared
     expert of another width adds its i, and e h for its output, which is scaled by a gate. Tests
@@ -213,14 +245,15 @@ def _kept(fields: Mapping[str, Any], *, hidden: int, query: int, key: int, eleme
     inner = int(np.max((experts and fields.get("moe_intermediate_size")) or widths))
     through = experts + int(fields.get("n_shared_experts") or 0) if experts else 1
     shared = int(fields.get("shared_expert_intermediate_size") or 0)
-    norms = 2 * (4 + 2 * element) * hidden + (4 + element) * (query + key) * norms_heads
+    norms = (4 + 2 * element) * (2 * hidden + attention.latents)
+    norms += (4 + element) * (attention.query + attention.key) * norms_heads
     feed_forward = 4 * (through * inner + shared) + (2 * experts + (shared > 0)) * hidden
-    return norms + element * (2 * query + 2 * key + feed_forward)
+    return norms + element * (attention.kept + feed_forward)
 
 
 def server_bytes(size: ModelSize, *, tensor_parallel: int = 1, tokens: int = 0) -> dict[str, int]:
     """Return the bytes on each GPU of an inference server whose KV cache has room for `tokens`."""
-    cache = size.num_layers * (size.latent or 2 * size.kv_width) * size.element * tokens
+    cache = size.num_layers * size.cached * size.element * tokens
     parts = min(tensor_parallel, size.kv_heads)  # with more GPUs than heads, several GPUs keep the same head
     return {"weights": size.parameters * size.element // tensor_parallel, "KV cache": cache // parts}
 

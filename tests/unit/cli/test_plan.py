@@ -41,8 +41,9 @@ EIGHT_BILLION = ModelSize(
     hidden=4096,
     num_layers=36,
     vocab=150_000,
+    kv_width=2048,
+    cached=2048,
     kv_heads=8,
-    kv_width=1024,
     kept=52 * 4096,
 )
 

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
 
 from polyturn.engines.weights.stream import BUCKET_BYTES
 from polyturn.training.memory import ModelSize, RankLoad, rank_bytes, server_bytes, shared_bytes, sync_seconds
@@ -58,6 +58,29 @@ def test_latent_attention_caches_one_latent_a_token():
     assert [server_bytes(size, tensor_parallel=n, tokens=tokens)["KV cache"] for n in (1, 4)] == [cached, cached]
 
 
+def test_vllm_caches_whole_heads_of_minicpm3():
+    """Of its attention, with values padded to the width of keys; SGLang and transformers cache the latent."""
+    model = tiny_model(64, "minicpm3", heads=4)
+    plain, vllm = (ModelSize.of(model, engine=engine) for engine in ("sglang", "vllm"))
+    heads = 2 * 4 * (model.config.qk_nope_head_dim + model.config.qk_rope_head_dim)
+    assert (vllm.cached, vllm.kv_heads) == (heads, 4) and plain.cached < heads and plain.kv_heads == 1
+    deepseek = tiny_model(64, "deepseek_v3")
+    assert ModelSize.of(deepseek, engine="vllm") == ModelSize.of(deepseek, engine="sglang")
+
+
+def test_rank_gathers_whole_keys_and_values_of_a_latent():
+    model, seen = tiny_model(64, "deepseek_v3", heads=4), []
+
+    def attend(module, query, key, value, *args, **kwargs):
+        seen.append(key.shape[1] * key.shape[3] + value.shape[1] * value.shape[3])
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+    AttentionInterface.register("measured", attend)
+    model.set_attn_implementation("measured")
+    model(input_ids=torch.zeros((1, 3), dtype=torch.long))
+    assert set(seen) == {ModelSize.of(model).kv_width}
+
+
 def test_shared_gpu_holds_server_and_rank_in_phases():
     size, load = qwen3_8b(), RankLoad(ranks=8, num_frozen=1, tokens=1000)
     phases = shared_bytes(size, load, tensor_parallel=2, tokens=1000)
@@ -83,7 +106,7 @@ def test_ranks_that_spread_experts_gather_their_share():
 def test_ranks_that_split_tokens_share_activations():
     size = ModelSize.of(tiny_model(64))
     alone, row = (rank_bytes(size, RankLoad(ranks=4, tokens=100, context_parallel=parts)) for parts in (1, 2))
-    named, keys_and_values = "activations of a micro-batch of 100 tokens", 2 * size.kv_width * size.element * size.num_layers
+    named, keys_and_values = "activations of a micro-batch of 100 tokens", size.kv_width * size.element * size.num_layers
     assert row[named] == alone[named] // 2 + 50 * keys_and_values and row["logits"] == alone["logits"] // 2
     assert {name for name in alone if alone[name] != row[name]} == {named, "logits"}
     splits = [Degrees(tensor_parallel=2, context_parallel=parts) for parts in (1, 2)]
@@ -126,8 +149,16 @@ def kept_by(model, tokens):
     return sum(storage.nbytes() for at, storage in held.items() if at not in own)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama", "qwen3_moe", "qwen2_moe"])
+BOTH = ("qwen3", "qwen2", "llama", "qwen3_moe", "qwen2_moe", "minicpm3")
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        *((kind, dtype) for kind in BOTH for dtype in (torch.float32, torch.bfloat16)),
+        ("deepseek_v3", torch.float32),  # in bfloat16, the router's float32 input is a tenth of so narrow a layer
+    ],
+)
 def test_planned_activations_are_what_autograd_keeps(kind, dtype):
     def model(layers):
         sizes = {"hidden": 128, "heads": 4, "kv_heads": 2, "intermediate": 384}
