@@ -113,7 +113,7 @@ KINDS = {
     "mix": ["train.minibatches=2", "data.sampler={name: mix, weights: {tiny0: 1, tiny1: 2}, by_success: 1.0}"],
     "critic": ["algorithm.advantage=gae", "algorithm.critic.optim.lr=1e-3", "train.minibatches=2",
                "algorithm.kl={place: reward, coef: 0.05, target: 1.0, horizon: 12}"],
-    "lora": ["model.lora={rank: 2}", "train.optim.lr=1e-2", "algorithm.kl={coef: 0.05, target: 0.1}",
+    "lora": ["model.lora={rank: 2, dropout: 0.2}", "train.optim.lr=1e-2", "algorithm.kl={coef: 0.05, target: 0.1}",
              "algorithm.entropy_target=20", "algorithm.entropy_step=0.01"],
     "running mean": ["algorithm.advantage={name: rae, decay: 0.5}"],
 }  # fmt: skip

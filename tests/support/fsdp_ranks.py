@@ -174,7 +174,7 @@ def dropout():
     placement, samples, grads = Sharded(Degrees(tensor_parallel=2), CPU), samples_of(CASE, 5, 3), []
     one = ModelPolicy(policy_backend(copy.deepcopy(model), **options))
     many = ModelPolicy(policy_backend(model, placement=placement, **options))
-    for made, draws in ((one, placement.drawing(0, 0)), (many, contextlib.nullcontext())):
+    for made, draws in ((one, placement.drawing(CPU, 0, 0)), (many, contextlib.nullcontext())):
         with draws:
             made.forward_backward(samples)
         grads.append({n: whole_tensor(p.grad) for n, p in made.backend.model.named_parameters() if p.grad is not None})

@@ -36,7 +36,6 @@ from transformers import PreTrainedModel
 from polyturn.batching.layout import MicroBatch
 from polyturn.core.errors import AlignmentError, ConfigError, PolyturnError
 from polyturn.core.sample import SampleId, TrainSample
-from polyturn.core.seeds import derive_seed
 from polyturn.training.context_parallel import ContextRow
 from polyturn.training.lora import adapter_tensors
 from polyturn.training.modality_encoders import encoders_of, layers_of
@@ -92,6 +91,7 @@ class OverRanks(Placement):
         The trained network and copies of it start with this rank's parts `start`, by the names of the backbone. None keeps
         the model's weights; an unread model reads them from its files.
         """
+        super().__init__()
         self._degrees = degrees
         self._device = device
         self._start = start
@@ -165,9 +165,9 @@ class Sharded(OverRanks):
         """
         super().__init__(degrees, device, start=start)
         self._mesh = make_mesh(device, tensor_parallel=degrees.tensor_parallel)
-        seed = torch.tensor(torch.initial_seed() >> 1, device=device)
+        seed = torch.tensor(self._seed, device=device)
         dist.broadcast(seed, src=0)
-        self._seed = int(seed)
+        self._seed, self._row = int(seed), self._mesh["dp"].get_local_rank()
         num_split = degrees.context_parallel
         self._context = ContextRow.of(device, size=num_split, inner=degrees.tensor_parallel) if num_split > 1 else None
         num, names = degrees.expert_parallel, ("copies", "ep")
@@ -251,13 +251,6 @@ class Sharded(OverRanks):
             read_weights(network.backbone, self._device)
         register_fsdp_forward_method(network, "try_out")  # it runs the model too, so it must gather parameters
         return partial
-
-    @contextmanager
-    def drawing(self, *of: int) -> Iterator[None]:
-        """Use the same dropout on the ranks of a row, which see the same tokens, and another one in other rows."""
-        with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
-            torch.manual_seed(derive_seed(self._seed, *of, self._mesh["dp"].get_local_rank()))
-            yield
 
     def before_backward(self, network: ScoringModel, *, is_last: bool) -> None:
         """Sum this pass's gradient over the rows, or, with gradient_sync "last", only in the last pass."""

@@ -14,9 +14,9 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from polyturn.core.errors import CheckpointError, ConfigError, TrainingError
 from polyturn.core.metrics import Metrics, Sum, merge
 from polyturn.core.protocols import PassResult
 from polyturn.core.sample import TrainSample
+from polyturn.core.seeds import derive_seed
 from polyturn.engines.routers import Routers
 from polyturn.engines.weights.group import GroupEnd
 from polyturn.engines.weights.stream import TensorKind
@@ -70,6 +71,11 @@ class Placement:
     needs_packing = False
     """Whether only packed rows can be computed."""
 
+    def __init__(self) -> None:
+        self._seed = torch.initial_seed() >> 1
+        self._row = 0
+        """Number of this process's row; the processes of a row see the same samples."""
+
     def policy(
         self, model: PreTrainedModel, *, routers: Routers | None = None, replays: bool = False, is_copy: bool = True
     ) -> ScoringModel:
@@ -96,9 +102,13 @@ class Placement:
         """Wrap `cut` so that every process gets as many micro-batches as the process with the most."""
         return cut
 
-    def drawing(self, *of: int) -> AbstractContextManager[None]:
-        """Let processes that see the same samples draw the same random numbers in the pass that `of` identifies."""
-        return nullcontext()
+    @contextmanager
+    def drawing(self, device: torch.device, *of: int) -> Iterator[None]:
+        """Draw the random numbers of dropout from the run's seed and `of`, which identifies a pass: a resumed run and the
+        processes of a row draw the same ones, and other rows others."""
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(derive_seed(self._seed, *of, self._row))
+            yield
 
     def before_backward(self, network: ScoringModel, *, is_last: bool) -> None:
         """Prepare for a backward pass; `is_last` says that it is the last one before the optimizer step."""
@@ -236,14 +246,15 @@ class ModelBackend:
         start = time.perf_counter()
         batches = self.lay_out(samples, coefs)
         layout_s = time.perf_counter() - start
-        figures, clock = PassFigures(), PassClock(self._placement.device(self.network))
+        device = self._placement.device(self.network)
+        figures, clock = PassFigures(), PassClock(device)
         self.network.train()
         minimised = self._objectives[objective]
         terms_of = minimised.bind(samples, weights)
         try:
             for number, batch in enumerate(batches):
                 # Around both passes, because the backward pass may compute layers again.
-                with self.network.routed(batch), self._placement.drawing(self.step_count, number):
+                with self.network.routed(batch), self._placement.drawing(device, self.step_count, number):
                     with clock.lap("time/forward"):
                         terms = terms_of(self.network, batch)
                         loss = terms.total(batch.loss_coef_S)

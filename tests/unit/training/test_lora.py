@@ -179,10 +179,11 @@ def test_servers_get_merged_weights():
     assert torch.allclose(logits(plain.eval()), logits(made.backend.model), atol=1e-5)
 
 
-def test_resumed_adapter_trains_bit_for_bit():
-    straight = train(policy(adapted(), kl=0.1), 6)
-    first = train(policy(adapted(), kl=0.1), 3)
-    second = policy(adapted(), kl=0.1)
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_resumed_adapter_trains_bit_for_bit(dropout: float):
+    straight, first, second = (policy(adapted(dropout=dropout), kl=0.1) for _ in range(3))
+    train(straight, 6)
+    train(first, 3)
     hand_over(first, second)
     train(second, 3, first=3)
     pairs = zip(straight.backend.model.parameters(), second.backend.model.parameters(), strict=True)
