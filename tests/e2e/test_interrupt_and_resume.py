@@ -6,9 +6,13 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
+import re
 import shutil
 import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,7 @@ from polyturn import build
 from polyturn.cli.main import main
 from polyturn.training.checkpoint import Checkpoints
 from polyturn.training.journal_file import JournalFile
+from polyturn.training.update import Update
 from support.cases import each
 from support.crash_injection import ledger_problems
 from support.resumed_runs import (
@@ -76,6 +81,34 @@ def test_signal_between_warm_start_and_training(tmp_path: Path, monkeypatch: pyt
         assert call("train", config, *settings).code == 130
     assert call("train", config, *settings, "--resume").code == 0
     check_equal_weights(tmp_path / "stopped/runs/tiny", tmp_path / "whole/runs/tiny")
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_second_interrupt_ends_the_run_without_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, max_staleness: int
+) -> None:
+    """It comes within the first update of a resumed run, which an asynchronous run computes in a thread."""
+    config, run = write_tiny_run(tmp_path), tmp_path / "runs" / "tiny"
+    settings, is_over = [*BARE, f"train.max_staleness={max_staleness}"], threading.Event()
+    assert call("train", config, *settings, "train.steps=1").code == 0
+    written = (latest_checkpoint(run) / "state.pt").stat().st_mtime_ns
+
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        for _ in range(2):
+            handler = signal.getsignal(signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+            while signal.getsignal(signal.SIGINT) is handler:
+                time.sleep(0.01)
+        is_over.wait(60)
+
+    monkeypatch.setattr(Update, "run", interrupted)
+    stopped = call("train", config, *settings, "train.steps=2", "--resume")
+    is_over.set()
+    assert stopped.code == 130 and (latest_checkpoint(run) / "state.pt").stat().st_mtime_ns == written, stopped.err
+    _, interrupts = stopped.err.split("interrupted; ")
+    assert re.search(r"\ninterrupted twice.* at step 1, .*step-000001; resume with: .*--resume\n", interrupts), interrupts
+    gc.collect()  # asyncio logs each pending task that is destroyed
+    assert not re.search("abandoned|cancelled|fail|raised|Traceback", interrupts) and "pending" not in caplog.text
 
 
 def test_exported_model_loads_with_transformers_alone(whole: Path) -> None:

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _LOOK_S = 0.5
 """Seconds between two checks whether all ranks are alive."""
-_SAVING = "interrupted; a checkpoint is being written (interrupt again to stop without it)"
+_SAVING = "interrupted; an update under way ends, and a checkpoint is written (interrupt again to stop at once without it)"
 CANCELLING = "interrupted; the running episodes are being cancelled (interrupt again to stop waiting for them)"
 
 
@@ -46,6 +46,8 @@ class Signals:
         self.on_signal: Callable[[], object] = lambda: None
         """Called for each recorded signal."""
         self.received: list[int] = []
+        self.is_repeated = False
+        """Whether a second SIGINT has come, which raises KeyboardInterrupt."""
         self._message = message
         self._former: dict[int, Any] = {}
         self._on_terminal = [fd for fd in (1, 2) if os.isatty(fd)]
@@ -64,12 +66,18 @@ class Signals:
             signal.signal(number, former)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        signal.signal(number, self._former[number])
+        former = self._former[number]
+        signal.signal(number, self._repeat if callable(former) else former)
         if number == signal.SIGHUP:  # the terminal is gone, so writing to it would raise
             with open(os.devnull, "wb") as nowhere:
                 for fd in self._on_terminal:
                     os.dup2(nowhere.fileno(), fd)
         self.note(number)
+
+    def _repeat(self, number: int, frame: FrameType | None) -> None:
+        signal.signal(number, self._former[number])
+        self.is_repeated = True
+        self._former[number](number, frame)
 
     def note(self, number: int) -> None:
         """Record a signal."""
@@ -104,7 +112,7 @@ async def until_done(
     except asyncio.CancelledError:
         if (problem := lost()) is not None:
             raise RankLostError(problem) from None
-        if not signals.received:
+        if not signals.received or signals.is_repeated:
             raise
         if message is not None:
             logger.warning("%s", message())

@@ -325,7 +325,12 @@ def _train(attempt: _Attempt, resolved: Mapping[str, Any], options: RunOptions) 
                     config.train.steps,
                 )
         with _frozen():
-            state = run_loop(_trained(trainer, parts, signals, again=line))
+            try:
+                state = run_loop(_trained(trainer, parts, signals, again=line))
+            except KeyboardInterrupt:
+                end = _ended(trainer, again=line)
+                logger.warning("interrupted twice, so the run ended without another checkpoint, %s", end)
+                raise
     best = trainer.checkpoints.best() if state.best > 0 else None
     return TrainedRun(
         folder=folder,
@@ -409,13 +414,24 @@ def _untouched(
 
 
 async def _trained(trainer: Trainer, parts: build.Parts, signals: Signals, *, again: str) -> LoopState:
-    """Run `trainer`; an interruption leaves a checkpoint."""
+    """Run `trainer`; an interruption leaves a checkpoint, a second one ends the run at once."""
+    trainer.is_abandoned = lambda: signals.is_repeated
     try:
         return await until_done(
             trainer.run(),
             signals,
-            message=lambda: f"interrupted at step {trainer.state.step}; resume with: {again}",
+            message=lambda: f"interrupted {_ended(trainer, again=again)}",
             lost=(lambda: None) if parts.rank_group is None else parts.rank_group.lost,
         )
     finally:
         await (parts.pool or parts.context).close()
+
+
+def _ended(trainer: Trainer, *, again: str) -> str:
+    """Return the step at which a run was interrupted, how much of it is saved, and how to go on."""
+    step, latest = trainer.state.step, trainer.checkpoints.latest()
+    if latest is None:
+        return f"at step {step}, before its first checkpoint; start again"
+    saved = trainer.checkpoints.latest_step()
+    kept = f"which is saved in {latest}" if saved == step else f"and the latest checkpoint is {latest}"
+    return f"at step {step}, {kept}; resume with: {again}"

@@ -61,8 +61,12 @@ def run_loop(work: Coroutine[Any, Any, T]) -> T:
     runner = asyncio.Runner()
     loop = runner.get_loop()
     loop.set_exception_handler(_report)
+    level = logging.WARNING
     try:
         return runner.run(work)
+    except KeyboardInterrupt:
+        level = logging.DEBUG  # the user does not wait for tasks to end
+        raise
     except asyncio.CancelledError as problem:  # not from SIGINT, which raises KeyboardInterrupt
         raise RolloutError(_MEDDLED.format("cancelled every task of the event loop")) from problem
     except RuntimeError as problem:
@@ -76,7 +80,7 @@ def run_loop(work: Coroutine[Any, Any, T]) -> T:
     finally:
         # In a thread: a plug-in that blocks when it is cancelled blocks the loop as well.
         ended = threading.Event()
-        ending = threading.Thread(target=_end, args=(loop, ended), name="polyturn-end-tasks", daemon=True)
+        ending = threading.Thread(target=_end, args=(loop, ended, level), name="polyturn-end-tasks", daemon=True)
         ending.start()
         try:
             ending.join(END_S)
@@ -87,9 +91,8 @@ def run_loop(work: Coroutine[Any, Any, T]) -> T:
             loop.close()  # also shuts down the default executor, without waiting for its threads
         else:
             _ABANDONED.append(loop)
-            logger.warning(
-                "a plug-in does not end with the run, and is abandoned: %s", describe_position(_stack(ending.ident))
-            )
+            location = describe_position(_stack(ending.ident))
+            logger.log(level, "a plug-in does not end with the run, and is abandoned: %s", location)
 
 
 def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -98,18 +101,20 @@ def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         loop.default_exception_handler(context)
 
 
-def _end(loop: asyncio.AbstractEventLoop, ended: threading.Event) -> None:
-    """End the tasks of a loop, in a thread. Errors that plug-ins raise now do not affect the run."""
+def _end(loop: asyncio.AbstractEventLoop, ended: threading.Event, level: int) -> None:
+    """End the tasks of a loop, in a thread. Errors that plug-ins raise now are only logged."""
+    ending = loop.create_task(_end_tasks(loop, level), name="the end of the run")
     try:
-        loop.run_until_complete(_end_tasks(loop))
-    except KeyboardInterrupt:  # the interrupt that ended the run, which a task raises again; `run_loop` raises it
-        pass
+        while not ending.done():
+            # A task may raise the interrupt that ended the run again; `run_loop` raises it.
+            with contextlib.suppress(KeyboardInterrupt):
+                loop.run_until_complete(ending)
     except BaseException as problem:
-        logger.warning("a task that was cancelled at the end of the run raised %r; the others are abandoned", problem)
+        logger.log(level, "a task that was cancelled at the end of the run raised %r; the others are abandoned", problem)
     ended.set()
 
 
-async def _end_tasks(loop: asyncio.AbstractEventLoop) -> None:
+async def _end_tasks(loop: asyncio.AbstractEventLoop, level: int) -> None:
     """Cancel every other task and close the asynchronous generators; log and keep the tasks that continue."""
     me = asyncio.current_task()
     rest = asyncio.all_tasks() - {me}
@@ -120,13 +125,13 @@ async def _end_tasks(loop: asyncio.AbstractEventLoop) -> None:
     await asyncio.wait({loop.create_task(loop.shutdown_asyncgens(), name="an async generator")}, timeout=GRACE_S)
     for task in rest:
         if task.done() and not task.cancelled() and (problem := task.exception()) is not None:
-            logger.warning("a task that was cancelled at the end of the run raised %r", problem)
+            logger.log(level, "a task that was cancelled at the end of the run raised %r", problem)
     left = [task for task in asyncio.all_tasks() - {me} if not task.done()]
     for task in left:
         task._log_destroy_pending = False  # type: ignore[attr-defined]
     _ABANDONED.extend(left)
     for name in sorted({describe_position(_awaited(task)) or task.get_name() for task in left}):
-        logger.warning("a task ignores being cancelled at the end of the run, and is abandoned: %s", name)
+        logger.log(level, "a task ignores being cancelled at the end of the run, and is abandoned: %s", name)
 
 
 def _awaited(task: asyncio.Task[Any]) -> list[FrameType]:

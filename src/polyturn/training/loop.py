@@ -74,6 +74,8 @@ class Trainer:
         self._new_sampler = data.sampler or partial(TaskSampler, len(data.tasks), seed=settings.seed)
         self._thread = engine.thread
         self._buffer: GroupBuffer | None = None
+        self.is_abandoned: Callable[[], bool] = lambda: False
+        """Whether the run must end at once, without a last checkpoint."""
         self._pending: list[int] = []
         self._training: list[int] = []
         """Tickets of the groups of the step under way."""
@@ -88,7 +90,7 @@ class Trainer:
         return self._saving.checkpoints
 
     async def run(self) -> LoopState:
-        """Evaluate, train and evaluate again; write a checkpoint at the end, also when cancelled.
+        """Evaluate, train and evaluate again; write a checkpoint at the end, also when cancelled, unless `is_abandoned`.
 
         Raises:
             TrainingError, RolloutError: training cannot go on.
@@ -112,7 +114,8 @@ class Trainer:
             results = await self._evaluate(self._data.eval_sets)
             self.state.reports["after"] = _reports(results)
         except BaseException:
-            self._save_last_words()
+            if not self.is_abandoned():
+                self._save_last_words()
             raise
         self._save(success=self._success(results), in_thread=False)
         self._settle_journal()
