@@ -47,6 +47,7 @@ class ChatEngine(BaseEngine):
         self._client = ChatClient(endpoint)
         self._usage: dict[str, Usage] = {}
         self._tasks: dict[str, asyncio.Task[Any]] = {}
+        self._is_closed = False
 
     @property
     def num_retries(self) -> int:
@@ -62,9 +63,11 @@ class ChatEngine(BaseEngine):
         """Return the model's answer to the conversation.
 
         Raises:
-            EngineError: the server refused it, or did not answer within the allowed number of tries.
+            EngineError: the server refused it, or did not answer in the allowed number of tries, or the client is closed.
             ConfigError: the server would refuse every request.
         """
+        if self._is_closed:
+            raise EngineError(f"the client of {self._endpoint.url} is closed")
         messages, tools = read_chat(request.prompt_ids)
         sampling = request.sampling
         body: dict[str, Any] = {
@@ -84,6 +87,8 @@ class ChatEngine(BaseEngine):
             with self.busy.running():
                 await asyncio.wait({task})
             if task.cancelled():
+                if self._is_closed:
+                    raise EngineError(f"the client of {self._endpoint.url} was closed while the request ran")
                 return Completion(token_ids=np.empty(0, np.int32), finish_reason=FinishReason.ABORT)
             reply = task.result()
         finally:
@@ -105,7 +110,12 @@ class ChatEngine(BaseEngine):
         raise EngineError("a chat endpoint cannot load weights; train with engine.kind embedded, vllm or sglang")
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Fail live requests, and close the connections."""
+        self._is_closed = True
+        if tasks := set(self._tasks.values()):
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)  # first, because a request that is still running would open new connections
         await self._client.close()
 
     def finish(self, group: TrajectoryGroup) -> TrajectoryGroup:

@@ -36,7 +36,7 @@ from polyturn.tokens.parsers import HermesParser
 from polyturn.tools.options import ToolOptions
 from polyturn.tools.toolbox import Toolbox
 from support.parts import add
-from support.refusals import refuses
+from support.refusals import refuses, refuses_later
 from support.runs import call_command, write_tiny_run
 
 pytestmark = pytest.mark.timeout(300)  # it starts processes that import torch
@@ -217,6 +217,27 @@ def test_hanging_server_is_abandoned_at_the_deadline(serve: Any):
         "cannot be reached",
     )
     release.set()
+
+
+async def test_close_fails_a_live_request_and_sends_no_other(serve: Any):
+    arrived, release = threading.Event(), threading.Event()
+
+    def answer(body: dict[str, Any], n: int) -> Reply:
+        if n == 1:
+            arrived.set()
+            release.wait(60)
+        return says("Yes.")
+
+    server = serve(answer)
+    engine = ChatEngine(Endpoint(url=server.url, model="m", backoff_s=0.01))
+    request = GenerateRequest(request_id="e/0", session_id="e", prompt_ids=prompt({"role": "user", "content": "Hi"}))
+    asking = asyncio.create_task(engine.generate(request))
+    assert await asyncio.to_thread(arrived.wait, 60)
+    await engine.close()
+    release.set()
+    await refuses_later(lambda: asking, EngineError, server.url, "closed")
+    await refuses_later(lambda: engine.generate(request), EngineError, server.url, "closed")
+    assert len(server.asked) == 1
 
 
 @pytest.mark.parametrize(
