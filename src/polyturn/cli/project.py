@@ -71,7 +71,8 @@ def _model(source: ConfigSource) -> str:
         raise ConfigError(f"{where!r} has no config.json; set model.path to a folder in Hugging Face format, or a hub name")
     fields = read_model_json(file)
     sizes = f"{fields.get('num_hidden_layers')} layers of {fields.get('hidden_size')}"
-    return f"{(fields.get('architectures') or ['?'])[0]} in {where}: {sizes}"
+    names = fields.get("architectures")
+    return f"{names[0] if isinstance(names, list) and names else 'a model'} in {where}: {sizes}"
 
 
 def _plugins(source: ConfigSource) -> str:

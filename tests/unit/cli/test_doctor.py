@@ -54,6 +54,15 @@ def test_missing_package_comes_with_its_install_command(capsys: pytest.CaptureFi
         assert feature in shown
 
 
+@pytest.mark.parametrize("architectures", [[], "Qwen2ForCausalLM", None, 3, {}])
+def test_model_without_a_list_of_architectures_is_described(architectures: Any, tmp_path: Path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps({"architectures": architectures, "num_hidden_layers": 2}))
+    (tmp_path / "config.yaml").write_text("model: {path: model}\n")
+    parts = {name: (text, is_right) for name, text, is_right in explain(tmp_path)}
+    assert parts["model"] == (f"a model in {tmp_path}/model: 2 layers of None", True)
+
+
 @pytest.mark.parametrize("content", [b'{"num_hidden', b"[]", b"3", b"\xff"])
 def test_damaged_config_of_a_model_is_a_problem(content: bytes, tmp_path: Path):
     (tmp_path / "model").mkdir()
