@@ -10,11 +10,12 @@ import typer
 from polyturn.cli.arguments import declare, new_file
 from polyturn.cli.console import Output
 from polyturn.core.errors import ConfigError
+from polyturn.store.run_folders import find_runs
 
 
 @declare("report")
 def main(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs; two are shown side by side.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, or a folder that contains runs.")],
     out: Annotated[
         Path | None,
         typer.Option("-o", "--out", callback=new_file, help="The file to write: report.html, or curve.png with --metric."),
@@ -35,11 +36,11 @@ def main(
             )
         from polyturn.tracking.plot import plot_metrics
 
-        Output().fact("curve", plot_metrics(runs, metric, out or Path("curve.png")))
+        Output().fact("curve", plot_metrics(find_runs(runs), metric, out or Path("curve.png")))
         return
     if out is not None and out.suffix.lower() not in ("", ".html", ".htm"):
         raise ConfigError(f"--out is {out}, and a report is a page: give a .html file, or --metric to draw metrics")
     from polyturn.viewer.report import write_report
 
     num_trajectories = 10 if trajectories is None else trajectories
-    Output().fact("report", write_report(runs, out or Path("report.html"), num_trajectories=num_trajectories))
+    Output().fact("report", write_report(find_runs(runs), out or Path("report.html"), num_trajectories=num_trajectories))

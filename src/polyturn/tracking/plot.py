@@ -6,6 +6,7 @@ matplotlib is imported on use, and never opens a window.
 from __future__ import annotations
 
 import fnmatch
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,8 @@ from polyturn.tracking.jsonl import read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+logger = logging.getLogger(__name__)
 
 _PANELS = {
     "success": ("eval/*/success", "rollout/success"),
@@ -71,14 +74,19 @@ def plot_metrics(runs: Sequence[Path], metrics: Sequence[str], out: Path) -> Pat
 
     Raises:
         ConfigError: matplotlib is not installed, or does not support the ending.
-        DataError: a run has no metrics, or no run has one of the named metrics.
+        DataError: a folder is missing, or no run has one of the named metrics.
     """
     figure = _figure((9, 3.4 * len(metrics) + 0.4))
     steps_of: dict[str, Steps] = {}
     for run in runs:
         if not run.is_dir():
             raise DataError(f"there is no folder {str(run)!r}; use a run's folder")
-        steps_of[str(run) if run.resolve().name in steps_of else run.resolve().name] = _steps(run / "metrics.jsonl")
+        if steps := read_metrics(run / "metrics.jsonl"):
+            steps_of[str(run) if run.resolve().name in steps_of else run.resolve().name] = steps
+        else:
+            logger.warning("%s has no metrics of steps, so it has no curve", run)
+    if not steps_of:
+        raise DataError(f"there are no metrics of steps in {', '.join(map(str, runs))}; a curve needs at least one")
     for axes, pattern in zip(figure.subplots(len(metrics), 1, squeeze=False).flat, metrics, strict=True):
         panel: dict[str, list[tuple[int, float]]] = {}
         for run_name, steps in steps_of.items():
@@ -86,8 +94,8 @@ def plot_metrics(runs: Sequence[Path], metrics: Sequence[str], out: Path) -> Pat
                 label = " ".join([run_name] * (len(steps_of) > 1) + [name] * ("*" in pattern)) or name
                 panel[label] = points
         if not panel:
-            known = {key for steps in steps_of.values() for step in steps for key in step} - {"step"}
-            raise DataError(f"no run has the metric {pattern!r}.{did_you_mean(pattern, known)}")
+            known = {name for steps in steps_of.values() for name in curves(steps, "*")}
+            raise DataError(f"no run has a value of the metric {pattern!r}.{did_you_mean(pattern, known)}")
         _draw(axes, pattern, panel)
     return _save(figure, out)
 

@@ -147,6 +147,20 @@ async def test_report_writes_a_page_or_a_picture(tmp_path: Path):
     assert page.is_file() and picture.read_bytes().startswith(b"\x89PNG")
     wrong = CliRunner().invoke(app, ["report", *runs, "--metric", "rollout/sucess", "-o", str(picture)])
     assert isinstance(wrong.exception, DataError) and "rollout/success" in str(wrong.exception)
+    never = CliRunner().invoke(app, ["report", *runs, "--metric", "reward/mean", "-o", str(picture)])  # NaN at every step
+    assert isinstance(never.exception, DataError) and str(never.exception).count("reward/mean") == 1
+
+
+async def test_report_takes_a_folder_of_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    for name in ("a", "b"):
+        await record(tmp_path / "runs" / name)
+    (tmp_path / "runs" / "empty" / "trajectories").mkdir(parents=True)
+    page, picture = tmp_path / "r.html", tmp_path / "c.png"
+    assert CliRunner().invoke(app, ["report", str(tmp_path / "runs"), "-o", str(page)]).exit_code == 0
+    assert {one["name"] for one in Page(page.read_text()).answers["runs"]} == {"a", "b", "empty"}
+    words = ["report", str(tmp_path / "runs"), "--metric", "rollout/success", "-o", str(picture)]
+    assert CliRunner().invoke(app, words).exit_code == 0 and picture.is_file()
+    assert [message for message in caplog.messages if "no curve" in message and "runs/empty" in message]
 
 
 def test_before_is_the_evaluation_of_step_zero_only(tmp_path: Path):
