@@ -105,12 +105,18 @@ async def test_replicas_have_their_own_devices_and_log(tmp_path: Path) -> None:
     await pool.close()
 
 
-def test_temperature_that_vllm_would_raise_is_refused_at_the_start(tmp_path: Path) -> None:
-    refuses(
-        lambda: build_pool(tmp_path, *LAUNCH, "rollout.sampling.temperature=0.001"),
-        ConfigError,
-        *("rollout.sampling.temperature is 0.001", "0.01"),
-    )
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        ("train --dry-run rollout.sampling.temperature=0.001", "rollout.sampling.temperature"),
+        ("train --dry-run evaluation.sets.greedy.sampling.temperature=0.001", "evaluation.sets.greedy.sampling.temperature"),
+        ("eval evaluation.sets.greedy.sampling.temperature=0.001", "evaluation.sets.greedy.sampling.temperature"),
+    ],
+)
+def test_temperature_that_vllm_would_raise_is_refused_at_the_start(tmp_path: Path, words: str, key: str) -> None:
+    name, *options = words.split()
+    called = call_command(main, name, write_tiny_run(tmp_path), *LAUNCH, *options)
+    assert called.code == 2 and f"{key} is 0.001" in called.err and "0.01;" in called.err
 
 
 SLEEP = (*LAUNCH, "engine.update=sleep")

@@ -151,6 +151,14 @@ def test_wrong_policies_section_is_refused(tmp_path: Path, policies: dict[str, A
         ({"checkpoint": "nowhere"}, "policies.opponent: there is no model in"),
         ({"model": "opponent", "engine": {"kind": "vllm", "update": "sleep"}}, "opponent: engine.update is sleep, and only"),
         (
+            {
+                "model": "opponent",
+                "engine": {"kind": "vllm", "urls": ["http://127.0.0.1:1"]},
+                "sampling": {"temperature": 0.001},
+            },
+            "policies.opponent: sampling.temperature is 0.001",
+        ),
+        (
             {"model": "opponent", "max_context": 4096},
             "opponent: max_context is 4096 and the model has 1024 positions",
         ),

@@ -71,6 +71,7 @@ def evaluate_sets(
     parts = build.with_workers(parts)
     tasks = build.fitting(parts, sets[0].tasks, name="evaluation.data")
     sets = [dataclasses.replace(one, tasks=tasks) for one in sets]
+    build.check_eval_sets(parts, sets)
     build.check_run(parts, tasks, name="evaluation.data")
     folder = _new_folder(source, resolved)
     keep_tokenizer(parts, folder)

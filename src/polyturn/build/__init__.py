@@ -10,6 +10,7 @@ tasks that cannot be read. Each file imports only files to its left. Other packa
 
 from polyturn.build.checks import (
     check_before_weights,
+    check_eval_sets,
     check_first_tasks,
     check_run,
     check_training,
@@ -48,8 +49,8 @@ __all__ = [
     "ConfigSource", "Parts", "RunTasks", "build_codec", "build_endpoint_context", "build_estimator", "build_eval_sets",
     "build_model", "build_parts", "build_policies", "build_policy", "build_records", "build_rewarder",
     "build_run_tasks", "build_scheduler", "build_tasks", "build_train_tasks", "build_trainer", "check_before_weights",
-    "check_cluster", "check_endpoint_run", "check_first_tasks", "check_plugins", "check_ranks", "check_run",
-    "check_training", "check_warm_start", "check_workers", "close_adapters", "cluster_parts", "exporter", "fitting",
-    "for_endpoint", "holds_weights", "model_folder", "pool_of", "rollout_pool", "sends_adapter", "settle", "start_ranks",
-    "stored_exporter", "try_credit", "untrained", "warm_start_samples", "with_rank_here", "with_workers",
+    "check_cluster", "check_endpoint_run", "check_eval_sets", "check_first_tasks", "check_plugins", "check_ranks",
+    "check_run", "check_training", "check_warm_start", "check_workers", "close_adapters", "cluster_parts", "exporter",
+    "fitting", "for_endpoint", "holds_weights", "model_folder", "pool_of", "rollout_pool", "sends_adapter", "settle",
+    "start_ranks", "stored_exporter", "try_credit", "untrained", "warm_start_samples", "with_rank_here", "with_workers",
 ]  # fmt: skip

@@ -35,6 +35,7 @@ from polyturn.core.task import Task, select_tools
 from polyturn.data.dataset import DatasetSummary, check_tasks
 from polyturn.data.rows import near_column
 from polyturn.data.sequences import Subset
+from polyturn.evaluation.evaluate import EvalSet
 from polyturn.infra.live import names_code
 from polyturn.infra.plugins import import_attr
 from polyturn.interactions.checks import check_row, check_setup
@@ -173,6 +174,7 @@ def check_training(parts: Parts, tasks: RunTasks) -> None:
     check_teacher_servers(parts)
     summaries = {"data.train": _read_tasks(parts, tasks.train, name="data.train", also=task_check(parts.source))}
     _check_unscored(parts, tasks.train, estimator)
+    check_eval_sets(parts, tasks.eval_sets)
     if tasks.eval_sets:
         summaries["evaluation.data"] = _read_tasks(parts, tasks.eval_sets[0].tasks, name="evaluation.data")
     _refuse_tools_not_offered(parts.context)
@@ -220,6 +222,13 @@ def check_warm_start(source: ConfigSource) -> None:
             f"warm_start.conversations is {sft.conversations!r}, and there is no such file or folder in "
             f"{str(source.base)!r}; name a jsonl file, a function as file.py:function, or a run's folder"
         )
+
+
+def check_eval_sets(parts: Parts, sets: Sequence[EvalSet]) -> None:
+    """Raise if the engine does not sample at the temperature of a set."""
+    for one in sets:
+        key = f"evaluation.sets.{one.name}.sampling.temperature"
+        parts.engine.capabilities.check_temperature(one.sampling.temperature, key=key)
 
 
 def check_run(parts: Parts, tasks: Sequence[Task], *, name: str) -> None:

@@ -81,6 +81,7 @@ def build_engine(
     )
     engine = _foreign(build, setup, config.engine) if isinstance(config.engine, OwnEngineOptions) else build(setup)
     # Capabilities are known only after the engine is made.
+    engine.capabilities.check_temperature(config.rollout.sampling.temperature, key="rollout.sampling.temperature")
     if config.rollout.sampling.keep_support and not engine.capabilities.support:
         raise ConfigError(
             f"rollout.sampling.keep_support is true and engine.kind {config.engine.kind!r} does not record the tokens that "

@@ -111,13 +111,15 @@ def _policy(
     max_context: int,
 ) -> FrozenPolicy:
     rollout = source.config.rollout
+    key, sampling = ("rollout.sampling", rollout.sampling) if one.sampling is None else ("sampling", one.sampling)
+    engine.capabilities.check_temperature(sampling.temperature, key=f"{key}.temperature")
     return FrozenPolicy(
         name,
         engine=engine,
         encoder=DeltaEncoder(codec, escape_prompts=rollout.escape_prompts, escape_observations=rollout.escape_observations),
         parser=parser,
         sampling=SamplingParams.of(
-            one.sampling or rollout.sampling,
+            sampling,
             max_tokens=one.max_tokens or rollout.limits.max_tokens_per_turn or MAX_TOKENS,
         ),
         max_context=max_context,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from polyturn.core.arrays import Floats
+from polyturn.core.errors import ConfigError
 from polyturn.core.generation import Completion, GenerateRequest
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.metrics import Metrics
@@ -39,6 +40,20 @@ class EngineCapabilities:
     """Whether it supports `Sampling.keep_support`: completions have the tokens that each token was drawn from."""
     shares_loop: bool = False
     """Whether it computes on the trainer's event loop. An update must then not change its weights while it samples."""
+    min_temperature: float = 0.0
+    """The lowest temperature above 0 at which it samples."""
+
+    def check_temperature(self, temperature: float, *, key: str) -> None:
+        """Raise if the engine does not sample at the temperature that the configuration sets at `key`.
+
+        Raises:
+            ConfigError: the temperature is above 0 and below `min_temperature`.
+        """
+        if 0 < temperature < self.min_temperature:
+            raise ConfigError(
+                f"{key} is {temperature:g}, and the lowest temperature of the engine is {self.min_temperature:g}; set 0 "
+                f"for greedy decoding or at least {self.min_temperature:g}, or use engine.kind: sglang or embedded"
+            )
 
 
 @runtime_checkable

@@ -268,4 +268,5 @@ def common_capabilities(each: Sequence[EngineCapabilities]) -> EngineCapabilitie
         routes=all(one.routes for one in each),
         support=all(one.support for one in each),
         shares_loop=any(one.shares_loop for one in each),
+        min_temperature=max(one.min_temperature for one in each),
     )

@@ -40,10 +40,6 @@ _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": Fi
 _MIN_TEMPERATURE = 0.01
 """vLLM samples at this temperature if a lower one is requested (`_MAX_TEMP` in its `sampling_params.py`), so its logprobs
 would not be those of the requested temperature."""
-_TOO_COLD = (
-    f", and vLLM would sample at {_MIN_TEMPERATURE:g} instead; set 0 for greedy decoding or at least {_MIN_TEMPERATURE:g}, "
-    "or use engine.kind: sglang or embedded"
-)
 
 
 class VllmEngine(RemoteEngine):
@@ -66,6 +62,7 @@ class VllmEngine(RemoteEngine):
             max_context=self._context,
             routes=self._routes.are_wanted,
             support=True,
+            min_temperature=_MIN_TEMPERATURE,
         )
 
     async def _describe(self) -> ServerFacts:
@@ -150,7 +147,8 @@ class VllmEngine(RemoteEngine):
         super()._check(request, live=live)
         if 0 < request.sampling.temperature < _MIN_TEMPERATURE:
             raise EngineError(
-                f"request {request.request_id!r} has the temperature {request.sampling.temperature:g}{_TOO_COLD}"
+                f"request {request.request_id!r} has the temperature {request.sampling.temperature:g}, and vLLM would "
+                f"sample at {_MIN_TEMPERATURE:g} instead; request 0 for greedy decoding or at least {_MIN_TEMPERATURE:g}"
             )
 
     def _call(self, request: GenerateRequest, wire_id: str) -> HttpCall:
@@ -270,8 +268,6 @@ def build(setup: EngineSetup) -> Engine:
         ConfigError: vLLM does not support an option of the section `engine`, or is not installed.
     """
     sampling = setup.sampling
-    if 0 < sampling.temperature < _MIN_TEMPERATURE:
-        raise ConfigError(f"rollout.sampling.temperature is {sampling.temperature:g}{_TOO_COLD}")
     if sampling.is_cut and not sampling.keep_support:
         raise ConfigError(
             f"rollout.sampling has top_p {sampling.top_p} and top_k {sampling.top_k}, and vLLM's logprobs are "

@@ -177,6 +177,8 @@ def sampled_with(policy: FrozenPolicy, config: Mapping[str, Any], *, who: str) -
     """
     read = SpeakerSampling.read({name: config[name] for name in SAMPLED_WITH if name in config}, who=who)
     try:
-        return dataclasses.replace(policy.sampling, **read.model_dump(exclude_none=True))
+        sampling = dataclasses.replace(policy.sampling, **read.model_dump(exclude_none=True))
+        policy.engine.capabilities.check_temperature(sampling.temperature, key="temperature")
+        return sampling
     except ConfigError as problem:
         raise ConfigError(f"{who}: {problem}") from problem

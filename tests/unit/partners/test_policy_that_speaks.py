@@ -11,6 +11,7 @@ import pytest
 from polyturn.core.errors import ConfigError, EngineError, UnknownNameError
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest, SamplingParams
 from polyturn.core.messages import Message
+from polyturn.core.protocols import EngineCapabilities
 from polyturn.engines.embedded import EmbeddedEngine
 from polyturn.engines.scripted import ScriptedEngine
 from polyturn.partners.partner import PartnerSettings, partner_of
@@ -143,6 +144,15 @@ async def test_failed_request_to_a_policy_does_not_count() -> None:
 )
 def test_wrong_sampling_is_refused(given: dict[str, Any], says: str) -> None:
     refuses(lambda: sampled_with(policy("a"), given, who="a seat"), ConfigError, says)
+
+
+def test_temperature_below_that_of_the_engine_is_refused() -> None:
+    class Warm(ScriptedEngine):
+        capabilities = EngineCapabilities(min_temperature=0.01)
+
+    one = policy(engine=Warm([]))
+    refuses(lambda: sampled_with(one, {"temperature": 0.001}, who="a seat"), ConfigError, "a seat: temperature is 0.001")
+    assert sampled_with(one, {"temperature": 0}, who="a seat").temperature == 0
 
 
 @pytest.mark.parametrize(("name", "policies"), [("oponent", {"opponent": policy("a")}), ("opponent", {})])
