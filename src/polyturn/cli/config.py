@@ -55,6 +55,7 @@ def config_print(
     from polyturn.cli.dialects import load_native
     from polyturn.config.models import RunConfig
     from polyturn.config.schema import schema_table
+    from polyturn.infra.yaml_file import check_config_file
 
     rows = schema_table(RunConfig)
     if path is not None and _is_file(path):
@@ -64,6 +65,8 @@ def config_print(
         section = str(path)
         known, rows = rows, [r for r in rows if r.key == section or r.key.startswith((f"{section}.", f"{section}["))]
         if not rows:
+            if path.is_dir():
+                check_config_file(path)
             hint = did_you_mean(section, (row.key for row in known))
             raise ConfigError(f"there is neither a config file nor a section {section!r}.{hint}")
         if overrides:

@@ -29,11 +29,11 @@ from polyturn.config.references import resolve, value_at, writable
 from polyturn.config.schema import KeyPath, dotted, schema_table
 from polyturn.config.sources import Sources, leaves, merge
 from polyturn.config.unknown import unknown_keys
-from polyturn.core.errors import ConfigError, did_you_mean, one_line
+from polyturn.core.errors import ConfigError, one_line
 from polyturn.core.secrets import masked
 from polyturn.infra.live import LiveObject, stands_for_object
 from polyturn.infra.nesting import MAX_DEPTH, is_deep
-from polyturn.infra.yaml_file import read_yaml
+from polyturn.infra.yaml_file import check_config_file, read_yaml
 from polyturn.store.run_folders import RESOLVED_HEAD
 
 __all__ = ["Loaded", "load_config", "load_values", "schema_table", "warn_of_repeated", "write_resolved"]
@@ -226,7 +226,8 @@ def _read_chain(path: Path, above: tuple[Path, ...]) -> Iterator[tuple[Path, dic
     if path.resolve() in above:
         chain = " -> ".join(str(p) for p in (*above, path.resolve()))
         raise ConfigError(f"the 'defaults' of these files form a circle: {chain}; remove one of them")
-    values = _read(path)
+    check_config_file(path)
+    values = read_yaml(path)
     below = values.pop("defaults", None) or []
     below = [below] if isinstance(below, str) else below
     if not isinstance(below, list) or not all(isinstance(b, str) for b in below):
@@ -236,18 +237,6 @@ def _read_chain(path: Path, above: tuple[Path, ...]) -> Iterator[tuple[Path, dic
             raise ConfigError(f"'defaults' in {path} names {name!r:.80}…, which is too long for a file name")
         yield from _read_chain(path.parent / os.path.expanduser(name), (*above, path.resolve()))
     yield path, values
-
-
-def _read(path: Path) -> dict[str, Any]:
-    if path.is_dir():
-        inside = [str(p) for p in sorted(path.iterdir()) if p.suffix in (".yaml", ".yml")][:3]
-        hint = f"; give {' or '.join(map(repr, inside))}" if inside else ", and there is no YAML file in it"
-        raise ConfigError(f"the config {str(path)!r} is a folder, not a config file{hint}")
-    if not path.is_file():
-        near = [p.name for p in path.parent.iterdir() if p.suffix in (".yaml", ".yml")] if path.parent.is_dir() else []
-        hint = did_you_mean(path.name, near) if near else " Check the path."
-        raise ConfigError(f"the config {str(path)!r} does not exist.{hint}")
-    return read_yaml(path)
 
 
 def _named(model: type, path: KeyPath, at: Any) -> Any:

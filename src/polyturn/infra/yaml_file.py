@@ -9,11 +9,27 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from polyturn.core.errors import ConfigError, one_line
+from polyturn.core.errors import ConfigError, did_you_mean, one_line
 from polyturn.infra.nesting import MAX_DEPTH
 
 MAX_VALUES = 1_000_000
 """The most values in a file; a value that an alias repeats counts each time."""
+
+
+def check_config_file(path: Path) -> None:
+    """Raise unless there is a file at `path`; the message names the YAML files nearby.
+
+    Raises:
+        ConfigError: there is a folder, or nothing.
+    """
+    if path.is_dir():
+        inside = [str(p) for p in sorted(path.iterdir()) if p.suffix in (".yaml", ".yml")][:3]
+        hint = f"; give {' or '.join(map(repr, inside))}" if inside else ", and there is no YAML file in it"
+        raise ConfigError(f"the config {str(path)!r} is a folder, not a config file{hint}")
+    if not path.is_file():
+        near = [p.name for p in path.parent.iterdir() if p.suffix in (".yaml", ".yml")] if path.parent.is_dir() else []
+        hint = did_you_mean(path.name, near) if near else " Check the path."
+        raise ConfigError(f"the config {str(path)!r} does not exist.{hint}")
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -366,6 +366,14 @@ def test_unreachable_hub_is_asked_once(tmp_path: Path) -> None:
         ("train config.yaml --resume runs/none", "train runs/none --resume"),
         ("report runs/none", "no folder 'runs/none'"),
         ("report runs/none --metric reward/mean", "no folder 'runs/none'"),
+        # folders of another kind
+        ("report empty", "no run in 'empty'"),
+        ("report empty --metric reward/mean", "no run in 'empty'"),
+        ("config migrate empty", "'empty' is a folder"),
+        ("config migrate .", "'.' is a folder"),
+        ("config empty", "'empty' is a folder"),
+        ("train empty --verl", "'empty' is a folder"),
+        ("train empty --swift", "'empty' is a folder"),
         # values that do not fit
         ("serve --model x --grace inf", "--grace is inf"),
         ("export x -o y --dtype nonsense", "Invalid value for '--dtype': 'nonsense' is not one of 'float32'"),

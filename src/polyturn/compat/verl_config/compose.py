@@ -32,7 +32,7 @@ from polyturn.compat.verl_config.table import is_of_verl, table
 from polyturn.config.load import warn_of_repeated
 from polyturn.config.translate.tree import Composed, Unresolved, leaves
 from polyturn.core.errors import ConfigError, did_you_mean
-from polyturn.infra.yaml_file import read_yaml
+from polyturn.infra.yaml_file import check_config_file, read_yaml
 
 logger = logging.getLogger(__name__)
 
@@ -52,11 +52,7 @@ def compose_file(path: Path, overrides: Sequence[str] = ()) -> Composed:
     Raises:
         ConfigError: a file is missing or damaged, or an override cannot be read.
     """
-    if not path.is_file():
-        near = [p.name for p in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
-        raise ConfigError(
-            f"the config {str(path)!r} does not exist.{did_you_mean(path.name, near) if near else ' Check the path.'}"
-        )
+    check_config_file(path)
     if path.suffix != ".yaml":
         raise ConfigError(f"the config {str(path)!r} must be called {path.stem}.yaml: Hydra reads no other files")
     return _composed(path, overrides)

@@ -19,6 +19,7 @@ from polyturn.config.translate.document import fate_table
 from polyturn.config.translate.paths import relative_to
 from polyturn.core.errors import ConfigError
 from polyturn.infra.writable import check_file_writable
+from polyturn.infra.yaml_file import check_config_file
 
 
 def run(path: Path, overrides: Sequence[str], *, out: Path | None) -> None:
@@ -27,6 +28,7 @@ def run(path: Path, overrides: Sequence[str], *, out: Path | None) -> None:
     Raises:
         ConfigError: the config cannot be translated, or the output is not a YAML file or would overwrite the config.
     """
+    check_config_file(path)
     target = path.with_suffix(".polyturn.yaml") if out is None else out
     if target.suffix != ".yaml" or target.resolve() == path.resolve():
         raise ConfigError(f"--out is {str(target)!r}; name a .yaml file other than the config")

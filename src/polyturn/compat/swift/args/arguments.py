@@ -23,8 +23,8 @@ from polyturn.config.sources import merge, nested
 from polyturn.config.translate.table import Table, read_table
 from polyturn.config.translate.translation import Translation, translate
 from polyturn.config.translate.tree import Composed
-from polyturn.core.errors import ConfigError, did_you_mean
-from polyturn.infra.yaml_file import read_yaml
+from polyturn.core.errors import ConfigError
+from polyturn.infra.yaml_file import check_config_file, read_yaml
 
 logger = logging.getLogger(__name__)
 
@@ -151,9 +151,7 @@ def read(path: Path, overrides: Sequence[str] = (), defaults: Mapping[str, Any] 
     Raises:
         ConfigError: the file does not exist, or has no arguments.
     """
-    if not path.is_file():
-        near = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise ConfigError(f"the file {str(path)!r} does not exist.{did_you_mean(path.name, near) if near else ''}")
+    check_config_file(path)
     written = read_yaml(path)
     for name, value in (written.pop("ENV", None) or {}).items():
         if os.environ.setdefault(name, str(value)) != str(value):
