@@ -34,6 +34,7 @@ class Command(TyperCommand):
             ConfigError: an option with a single value is given twice, or a key is written as an option.
         """
         self._refuse_keys_as_options(args)
+        args = self._with_home(args)
         _, _, rest = self.make_parser(ctx).parse_args(args=list(args))
         for option, times in Counter(each for each in rest if each.param_type_name == "option").items():
             if times > 1 and not (option.multiple or option.is_eager):  # type: ignore[attr-defined]
@@ -49,11 +50,20 @@ class Command(TyperCommand):
                 problem.message = expected(problem.__cause__.errors()[0])
             raise
 
+    def _with_home(self, args: Sequence[str]) -> list[str]:
+        """Expand the ~ of `--out=~/runs`, which a shell leaves as it is."""
+        paths = tuple(f"{option}=~/" for option in self._options)
+        return [arg.replace("~", os.path.expanduser("~"), 1) if arg.startswith(paths) else arg for arg in args]
+
+    @property
+    def _options(self) -> set[str]:
+        return {option for param in self.params for option in (*param.opts, *param.secondary_opts)}
+
     def _refuse_keys_as_options(self, args: Sequence[str]) -> None:
         """Raise for `--steps 5` in a command with overrides, and suggest `train.steps=5`."""
         if not any(param.name == "overrides" and param.param_type_name == "argument" for param in self.params):
             return
-        known = {option for param in self.params for option in (*param.opts, *param.secondary_opts)}
+        known = self._options
         for position, arg in enumerate(takewhile(lambda arg: arg != "--", args)):
             option, equals, value = arg.partition("=")
             if not option.startswith("--") or option in known:

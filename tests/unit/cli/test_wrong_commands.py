@@ -391,6 +391,11 @@ def test_wrong_arguments_are_refused(config: Path, monkeypatch: pytest.MonkeyPat
     assert_refused(call(*words.split()), said)
 
 
+def test_home_in_an_option_is_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert_refused(call("serve", "--sandbox", "--token-file=~/token"), f"'{tmp_path}/token'")
+
+
 def test_character_that_the_encoding_lacks_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
     written = io.BytesIO()
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="ascii"))
