@@ -38,8 +38,8 @@ def main(
     out = Path(os.path.realpath(out or rescored / file))
     if out.is_relative_to(folder) and not out.is_relative_to(rescored):
         raise ConfigError(f"{str(out)!r} is one of the run's files; choose another --out, such as one in {rescored}")
-    check_file_writable(out, instead="name another --out")
     store = open_store(folder)
+    check_file_writable(out, instead="name another --out")
     if where is not None:
         store = store.filter(where)
     if not len(store):
