@@ -26,6 +26,7 @@ from polyturn.cli.arguments import (
     PortOption,
     RateLimitOption,
     declare,
+    new_folder,
     refuse_unused,
 )
 from polyturn.cli.listening import ServeOptions, listen
@@ -72,7 +73,8 @@ def main(
         typer.Option(help="With --openai: a name of the model; may be repeated. '*' takes any name."),
     ] = None,
     record: Annotated[
-        Path | None, typer.Option(help="With --openai: a run's folder for the episodes' trajectories.")
+        Path | None,
+        typer.Option(callback=new_folder, help="With --openai: a run's folder for the episodes' trajectories."),
     ] = None,
     idle: Annotated[
         float, typer.Option(min=1, help="With --openai or --mcp: seconds of inactivity after which an episode ends.")

@@ -373,6 +373,7 @@ def test_unreachable_hub_is_asked_once(tmp_path: Path) -> None:
         ("config migrate .", "'.' is a folder"),
         ("config empty", "'empty' is a folder"),
         ("rescore config.yaml --reward gsm8k", "config.yaml'; use the folder of a run"),
+        ("serve --openai --config config.yaml --record tasks.jsonl", "'tasks.jsonl'"),
         ("train empty --verl", "'empty' is a folder"),
         ("train empty --swift", "'empty' is a folder"),
         # values that do not fit
