@@ -34,7 +34,7 @@ def read_matrix(path: Path) -> NDArray[np.float32]:
     """
     try:
         matrix = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError) as problem:
+    except (OSError, ValueError, EOFError) as problem:  # an empty file
         raise DataError(f"{path} cannot be read as a NumPy array: {problem}") from problem
     return as_matrix(matrix, what=str(path))
 

@@ -374,6 +374,7 @@ def test_unreachable_hub_is_asked_once(tmp_path: Path) -> None:
         ("config empty", "'empty' is a folder"),
         ("rescore config.yaml --reward gsm8k", "config.yaml'; use the folder of a run"),
         ("serve --openai --config config.yaml --record tasks.jsonl", "'tasks.jsonl'"),
+        ("data index tasks.jsonl -o x --vectors empty.npy", "empty.npy cannot be read"),
         ("train empty --verl", "'empty' is a folder"),
         ("train empty --swift", "'empty' is a folder"),
         # values that do not fit
@@ -390,6 +391,7 @@ def test_unreachable_hub_is_asked_once(tmp_path: Path) -> None:
 def test_wrong_arguments_are_refused(config: Path, monkeypatch: pytest.MonkeyPatch, words: str, said: str) -> None:
     monkeypatch.chdir(config.parent)
     Path("empty").mkdir()
+    Path("empty.npy").touch()
     assert_refused(call(*words.split()), said)
 
 
