@@ -71,7 +71,7 @@ def check_model_name(source: str, base: Path) -> None:
             inner = [str(f) for f in sorted(local.iterdir()) if f.is_dir() and _holds_model(f)][:3]
             hint = f"did you mean {' or '.join(map(repr, inner))}?" if inner else _WHERE
             raise ConfigError(f"the folder {str(local)!r} has no config.json, so it is not a model; {hint}")
-    elif source not in PACKAGED and (source.startswith((".", "/", "~")) or source.count("/") > 1):
+    elif source not in PACKAGED and (source.startswith((".", "/", "~")) or source.count("/") > 1 or os.path.isfile(local)):
         beside = [f.name for f in local.parent.iterdir() if f.is_dir()] if local.parent.is_dir() else []
         hint = did_you_mean(local.name, beside) if beside else ""
         raise ConfigError(f"there is no folder {source!r}, at {str(local.resolve())!r}; {_WHERE}.{hint}")
@@ -114,17 +114,21 @@ def model_folder(path: Path | None) -> Path | None:
     # Newest first. If the run was killed before a checkpoint's export, use the previous checkpoint.
     steps = sorted((*path.glob("step-*"), *path.glob("checkpoints/step-*")), reverse=True)
     for candidate in (path, *([path / "model"] if _is_checkpoint(path) else []), *(step / "model" for step in steps)):
-        if (candidate / "config.json").is_file() or (candidate / "adapter_config.json").is_file():
+        if _has_weights(candidate):
             if candidate.parent in steps[1:]:
                 logger.warning("there is no model in %s; using the older one in %s", steps[0], candidate.parent)
             return candidate
-    inner = [str(f) for f in sorted(path.glob("*")) if f.is_dir() and _holds_model(f)][:3]
+    inner = [str(f) for f in sorted(path.glob("*")) if _has_weights(f)][:3]
     hint = "give a folder with config.json, a checkpoint or a run"
     if steps or _is_checkpoint(path):
         hint = "with its train.export, the run writes the model only at its end; resume the run"
     elif inner:
         hint = f"did you mean {' or '.join(map(repr, inner))}?"
     raise CheckpointError(f"there is no model in {path}; {hint}")
+
+
+def _has_weights(folder: Path) -> bool:
+    return (folder / "config.json").is_file() or (folder / "adapter_config.json").is_file()
 
 
 def _is_checkpoint(folder: Path) -> bool:

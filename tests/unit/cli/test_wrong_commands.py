@@ -373,10 +373,12 @@ def test_unreachable_hub_is_asked_once(tmp_path: Path) -> None:
         ("config migrate .", "'.' is a folder"),
         ("config empty", "'empty' is a folder"),
         ("rescore config.yaml --reward gsm8k", "config.yaml'; use the folder of a run"),
+        ("export rolled -o x", "no model in rolled; give a folder with config.json"),
         ("serve --openai --config config.yaml --record tasks.jsonl", "'tasks.jsonl'"),
         ("data index tasks.jsonl -o x --vectors empty.npy", "empty.npy cannot be read"),
         ("train empty --verl", "'empty' is a folder"),
         ("train empty --swift", "'empty' is a folder"),
+        ("eval config.yaml --model tasks.jsonl", "no folder 'tasks.jsonl'"),
         # values that do not fit
         ("serve --model x --grace inf", "--grace is inf"),
         ("export x -o y --dtype nonsense", "Invalid value for '--dtype': 'nonsense' is not one of 'float32'"),
@@ -392,6 +394,8 @@ def test_wrong_arguments_are_refused(config: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(config.parent)
     Path("empty").mkdir()
     Path("empty.npy").touch()
+    Path("rolled/tokenizer").mkdir(parents=True)
+    Path("rolled/tokenizer/tokenizer.json").touch()
     assert_refused(call(*words.split()), said)
 
 
