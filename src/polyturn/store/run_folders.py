@@ -35,7 +35,7 @@ def find_runs(folders: Sequence[Path], *, warns: bool = True) -> list[Path]:
     for folder in folders:
         if not folder.is_dir():
             raise DataError(f"there is no folder {str(folder)!r}; use a run's folder, or a folder of runs")
-        if _is_run(folder):
+        if is_run(folder):
             runs.append(folder)
             continue
         inside = _runs_in(folder, warns) or (_runs_in(folder / "runs", warns) if (folder / "runs").is_dir() else [])
@@ -52,7 +52,7 @@ def _runs_in(folder: Path, warns: bool) -> list[Path]:
     runs = []
     for path in folder.iterdir():
         try:
-            if path.is_dir() and _is_run(path):
+            if path.is_dir() and is_run(path):
                 runs.append(path)
         except PermissionError as problem:
             if warns:
@@ -68,7 +68,7 @@ def written_at(path: Path) -> float:
         return 0.0
 
 
-def _is_run(folder: Path) -> bool:
+def is_run(folder: Path) -> bool:
     """Return whether a folder is a run's, even if the run has just begun; a folder with only a user's config is not."""
     if any((folder / name).exists() for name in ("metrics.jsonl", "trajectories")):
         return True

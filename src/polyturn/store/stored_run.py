@@ -32,6 +32,7 @@ from polyturn.infra.metrics_file import read_metrics
 from polyturn.store.from_rows import UNREADABLE, read_rows
 from polyturn.store.parquet_store import FOLDER, list_parts
 from polyturn.store.part_file import PartFile
+from polyturn.store.run_folders import is_run
 from polyturn.store.schema import INDEX_COLUMNS, KEY, SCHEMA, StoredTrajectory
 from polyturn.store.sql import run_query
 from polyturn.store.table import RowTable
@@ -422,8 +423,10 @@ def open_store(run_folder: str | Path) -> StoredRun:
         raise DataError(f"there is no folder {str(run_folder)!r}; use the folder of a run, for instance runs/NAME")
     if not (run_folder / FOLDER).is_dir():
         inside = ", ".join(sorted(p.name for p in run_folder.iterdir()))
+        is_new = is_run(run_folder)
+        advice = "if it has just started, they appear with its first step" if is_new else "use the folder of a run"
         raise DataError(
-            f"{str(run_folder)!r} has no recorded trajectories (no {FOLDER}/); use the folder of a run. "
+            f"{str(run_folder)!r} has no recorded trajectories (no {FOLDER}/); {advice}. "
             + (f"It contains {inside}" if inside else "It is empty")
         )
     return StoredRun(run_folder)

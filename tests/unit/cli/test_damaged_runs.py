@@ -112,6 +112,7 @@ def test_run_without_trajectories_names_what_it_has(run: Path):
     (run / "trajectories").rmdir()
     shown = call("show", run)
     assert shown.code == 2 and "has no recorded trajectories" in shown.err and "metrics.jsonl" in shown.err
+    assert "first step" in shown.err
     assert any("recorded no trajectories" in p for p in RunView(run).problems())
 
 
