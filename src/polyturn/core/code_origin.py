@@ -29,7 +29,8 @@ def is_stdlib(filename: str) -> bool:
 
 def is_an_authors(filename: str) -> bool:
     """Return whether a source file belongs to a plug-in author: not to polyturn, Python or an installed package."""
-    return not is_stdlib(filename) and not filename.startswith((OURS, *PACKAGES))
+    is_of_cython = filename.endswith((".pyx", ".pxi"))  # of a package such as pyarrow, which names it by a relative path
+    return not (is_of_cython or is_stdlib(filename) or filename.startswith((OURS, *PACKAGES)))
 
 
 def passed_an_author(problem: BaseException) -> bool:

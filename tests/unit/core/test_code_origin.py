@@ -9,11 +9,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import polyturn
 from polyturn.core.code_origin import OURS, PACKAGES, STDLIB, defined_at, describe_position
-from polyturn.core.errors import ConfigError, errors_at
+from polyturn.core.errors import ConfigError, errors_at, raised_at
 from polyturn.rewards.gsm8k import compute_score
 from support.refusals import refuses
 
@@ -113,3 +115,9 @@ def test_error_about_a_plugin_names_its_line_once() -> None:
     with pytest.raises(ConfigError) as caught, errors_at(len):
         raise ConfigError("no")
     assert str(caught.value) == "no"
+
+
+def test_code_compiled_by_cython_is_its_packages() -> None:
+    with pytest.raises(pa.ArrowInvalid) as caught:
+        pq.read_table(pa.BufferReader(b""))
+    assert "test_code_origin.py" in raised_at(caught.value), "the last line of an author, not one of pyarrow"
