@@ -46,7 +46,7 @@ def _abandon(code: int) -> None:
 
 
 def _leave(code: int) -> None:
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None if the process was started with it closed
         with contextlib.suppress(OSError, ValueError):  # the reader is gone
             stream.flush()
     os._exit(code)

@@ -175,6 +175,11 @@ def test_error_is_raised_after_the_rest_was_cancelled(work: str, error: str) -> 
     assert "is abandoned" in done.stderr
 
 
+def test_process_started_without_an_output_ends_quietly() -> None:
+    done = ended("await asyncio.sleep(0)", before="sys.stdout = None")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 COMMAND = """
 from polyturn.cli.main import guarded
 ended = end_process
