@@ -81,8 +81,8 @@ def plot_metrics(runs: Sequence[Path], metrics: Sequence[str], out: Path) -> Pat
     for run in runs:
         if not run.is_dir():
             raise DataError(f"there is no folder {str(run)!r}; use a run's folder")
-        if steps := read_metrics(run / "metrics.jsonl"):
-            steps_of[str(run) if run.resolve().name in steps_of else run.resolve().name] = steps
+        if lines := read_metrics(run / "metrics.jsonl"):
+            steps_of[str(run) if run.resolve().name in steps_of else run.resolve().name] = lines
         else:
             logger.warning("%s has no metrics of steps, so it has no curve", run)
     if not steps_of:
