@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import functools
 import itertools
 import logging
 import os
@@ -150,11 +151,16 @@ def check_first_tasks(
     if plugins is None or tools is None:
         return
     config = config_source.config
-    needs = {"needs_name": config.compat.require_interaction_name, "needs_rewards": config.algorithm.needs_rewards}
+    check = functools.partial(
+        check_each,
+        plugins,
+        tools,
+        needs_name=config.compat.require_interaction_name,
+        needs_rewards=config.algorithm.needs_rewards,
+    )
     summaries = {}
     for name, source in sources.items():
-        first = Subset(source, range(min(len(source), FIRST_TASKS)))
-        summaries[name] = check_each(plugins, tools, first, name=name, **needs)
+        summaries[name] = check(Subset(source, range(min(len(source), FIRST_TASKS))), name=name)
     # Only if all tasks were read: an unread task may use tools and interactions that the read tasks do not use.
     if all(len(source) <= FIRST_TASKS for source in sources.values()):
         _refuse_unused(plugins.interactions, tools.tools, summaries)
