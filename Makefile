@@ -67,6 +67,7 @@ docs: $(STAMP)
 	mkdir -p build
 	$(BIN)/python -m polyturn.compat.verl_config.document > build/page.md && mv build/page.md docs/migrate/verl-keys.md
 	$(BIN)/python -m polyturn.compat.swift.args.document > build/page.md && mv build/page.md docs/migrate/swift-args.md
+	$(BIN)/python scripts/docs/reference.py
 	$(BIN)/python benchmarks/house.py --document docs/one-sample.md
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "site/index.html"

@@ -88,7 +88,7 @@ class Tree:
         """Return the pages that exist only in the built site."""
         script = self.root / "scripts" / "docs" / "reference.py"
         text = script.read_text(encoding="utf-8") if script.exists() else ""
-        return {self.root / "docs" / page for page in re.findall(r'"(reference/[\w-]+\.md)"', text)}
+        return {self.root / "docs" / page for page in re.findall(r'^API = "(reference/[\w-]+\.md)"', text, re.M)}
 
     def _imports_of(self, path: Path) -> Iterator[Import]:
         parts = path.relative_to(self.package.parent).with_suffix("").parts

@@ -1,6 +1,6 @@
 """Hooks for the mkdocs build of the site: they add generated pages, and resolve links out of docs/.
 
-- The pages of reference.py are added to those of docs/.
+- The Python API of reference.py is added to the pages of docs/.
 - Linked Markdown files outside docs/ (benchmarks/README.md, CONTRIBUTING.md) become pages of the site.
 - Linked source files become pages with numbered lines; `…/lifespan.py#run_episode` links to the line that defines
   run_episode. In the repository, the same links open the file.
@@ -59,14 +59,13 @@ def _listing(path: Path) -> str:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the generated pages, and pages for linked files outside docs/."""
+    """Add the Python API, and pages for linked files outside docs/."""
     from mkdocs.structure.files import File
 
     sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "src")]  # mkdocs has removed it again
-    from reference import pages
+    from reference import API, pages
 
-    for uri, text in pages().items():
-        files.append(File.generated(config, uri, content=text))
+    files.append(File.generated(config, API, content=pages()[API]))
     seen: set[Path] = set()
     waiting = sorted((ROOT / "docs").rglob("*.md"))
     while waiting:

@@ -1,9 +1,10 @@
 """Generates pages of the documentation as Markdown: configuration, Python API, metrics, errors.
 
     pages()  ->  {"reference/config.md": "# Configuration\n…", "reference/api.md": …}
+    python scripts/docs/reference.py      writes the pages of docs/reference
 
-The content comes from the library: pydantic fields, docstrings, the table of metrics. Nothing is written to disk; hooks.py
-passes the pages to mkdocs, and a test reads them.
+The content comes from the library: pydantic fields, docstrings, the table of metrics. The Python API is not written to
+docs/reference, because it repeats the docstrings of the source; hooks.py passes it to mkdocs, and a test reads all pages.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import polyturn
@@ -38,12 +40,15 @@ TOOL_ERRORS = {
     ToolFailure.CIRCUIT_OPEN: "The tool failed so often in a row that it was not called.",
 }
 
+DOCS = Path(__file__).parents[2] / "docs"
+API = "reference/api.md"
+
 
 def pages() -> dict[str, str]:
     """Return path in docs/ -> text, for every generated page."""
     return {
         "reference/config.md": config_page(),
-        "reference/api.md": api_page(),
+        API: api_page(),
         "reference/metrics.md": metrics_page(),
         "reference/errors.md": errors_page(),
     }
@@ -200,3 +205,10 @@ def _cell(text: str) -> str:
     """Return `text` for a table, with bars outside backticks and tags escaped."""
     parts = " ".join(text.split()).split("`")
     return "`".join(part if i % 2 else part.replace("|", "\\|").replace("<", "&lt;") for i, part in enumerate(parts))
+
+
+if __name__ == "__main__":
+    for page, text in pages().items():
+        if page != API:
+            (DOCS / page).parent.mkdir(exist_ok=True)
+            (DOCS / page).write_text(text.rstrip() + "\n", encoding="utf-8")
