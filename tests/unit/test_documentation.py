@@ -49,7 +49,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/recipes/README.md")),
-    *sorted(DOCS.rglob("*.md")),
+    *sorted(page for page in DOCS.rglob("*.md") if page.parent.name != "reference"),  # generated
 ]
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
 RUN_ELSEWHERE = {
