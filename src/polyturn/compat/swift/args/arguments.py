@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from polyturn.compat.swift.args.convert import CONVERTERS
+from polyturn.compat.swift.args.convert_loss import TUNER_KEYS
 from polyturn.config.load import warn_of_repeated
 from polyturn.config.sources import merge, nested
 from polyturn.config.translate.table import Table, read_table
@@ -277,7 +278,8 @@ def to_native(tree: Composed, *, num_processes: int = 1) -> Translation:
         ConfigError: an argument is unknown, unsupported, or contradicts another; one line each.
     """
     processes = {} if num_processes == 1 else {"nproc_per_node": num_processes}
-    return _translated({**_learning_rate(tree), **tree.values, **processes}, tree, table())
+    values = tree.values if any(name in tree.values for name in TUNER_KEYS) else {"tuner_type": "lora", **tree.values}
+    return _translated({"learning_rate": _learning_rate(values), **values, **processes}, tree, table())
 
 
 def megatron_to_native(tree: Composed) -> Translation:
@@ -287,14 +289,13 @@ def megatron_to_native(tree: Composed) -> Translation:
         ConfigError: as for `to_native`.
     """
     stem = str(tree.values.get("model", "")).rstrip("/").rpartition("/")[2]
-    own = {**_learning_rate(tree), "output_dir": f"megatron_output/{stem}"}
+    own = {"learning_rate": _learning_rate(tree.values), "output_dir": f"megatron_output/{stem}"}
     return _translated({**own, **tree.values}, tree, megatron_table())
 
 
-def _learning_rate(tree: Composed) -> dict[str, Any]:
+def _learning_rate(values: Mapping[str, Any]) -> float:
     """Return ms-swift's default learning rate, which is higher for an adapter than for all weights."""
-    is_adapter = "lora" in (tree.values.get(name) for name in ("train_type", "tuner_type", "sft_type"))
-    return {"learning_rate": 1e-4 if is_adapter else 1e-5}
+    return 1e-4 if "lora" in map(values.get, TUNER_KEYS) else 1e-5
 
 
 def _translated(values: Mapping[str, Any], tree: Composed, keys: Table) -> Translation:

@@ -20,6 +20,8 @@ _AGGREGATES = {
     "cispo": "token-mean",
     "sapo": "seq-mean-token-mean",
 }
+TUNER_KEYS = ("train_type", "tuner_type", "sft_type")
+"""Names of the argument that chooses between all weights and an adapter."""
 _LEVELS = {"token": None, "sequence": "gspo_sequence", "sequence_token": "gspo"}
 
 
@@ -147,7 +149,7 @@ def correction(s: Source) -> None:
 
 def lora(s: Source) -> None:
     """Set the adapter."""
-    key = next((k for k in ("train_type", "tuner_type", "sft_type") if s.get(k) is not None), "train_type")
+    key = next((k for k in TUNER_KEYS if s.get(k) is not None), "train_type")
     kind, adapters = str(s.get(key, "full")), _as_list(s.get("adapters"))
     if kind not in ("full", "lora"):
         s.refuse(key, f"{kind!r} is not available; train all weights (full) or an adapter (lora)")
