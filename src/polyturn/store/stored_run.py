@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -147,8 +147,14 @@ class StoredRun:
         return int(self._table.num_rows)
 
     def table(self, columns: Sequence[str] | None = None) -> pa.Table:
-        """Return the index columns, or some of them, in the order of recording."""
-        return self._table.select(list(columns or INDEX_COLUMNS))
+        """Return the index columns, or some of them, in the order of recording.
+
+        Raises:
+            DataError: there is no such column.
+        """
+        chosen = list(columns or INDEX_COLUMNS)
+        _require_columns(chosen)
+        return self._table.select(chosen)
 
     def to_pandas(self) -> Any:
         """Return `table()` as a pandas frame.
@@ -318,9 +324,8 @@ class StoredRun:
 
     def _mask(self, **wanted: Any) -> pa.Array:
         mask = pa.array(np.ones(len(self), np.bool_))
+        _require_columns(wanted)
         for name, value in wanted.items():
-            if name not in INDEX_COLUMNS:
-                raise DataError(f"there is no column {name!r}.{did_you_mean(name, INDEX_COLUMNS)}")
             if isinstance(value, int):
                 value = max(-(2**63), min(value, 2**63 - 1))  # Arrow cannot compare with integers beyond 64 bits
             if value is not None:
@@ -398,6 +403,12 @@ class StoredRun:
 
 def _keys(table: pa.Table) -> Iterator[tuple[Any, ...]]:
     return zip(*(table[name].to_pylist() for name in KEY), strict=True)
+
+
+def _require_columns(names: Iterable[str]) -> None:
+    for name in names:
+        if name not in INDEX_COLUMNS:
+            raise DataError(f"there is no column {name!r}.{did_you_mean(str(name), INDEX_COLUMNS)}")
 
 
 def _stamp(path: Path) -> _Stamp | None:

@@ -42,6 +42,7 @@ def test_run_is_narrowed_by_conditions_and_values(tmp_path: Path) -> None:
     assert best.to_pylist() == [{"step": 0, "best": 0.0}, {"step": 1, "best": 1.0}, {"step": 2, "best": 2.0}]
     refuses(lambda: run.filter("rewrd > 1"), DataError, "not valid: ", "rewrd", " Columns: id, group, step")
     refuses(lambda: run.select(stepp=1), DataError, "there is no column 'stepp'. Did you mean 'step'")
+    refuses(lambda: run.table(["step", "nope"]), DataError, "'nope'", "Known: ")
 
 
 def test_training_results_stand_on_sampled_tokens(tmp_path: Path) -> None:
