@@ -136,7 +136,10 @@ class Interaction(Protocol):
     async def generate_response(
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float, dict[str, Any]]:
-        """Answer the conversation so far; return (should_terminate, content, score of the turn, metadata)."""
+        """Answer the conversation so far; return (should_terminate, content, score of the turn, metadata).
+
+        The content may be None only if the episode terminates.
+        """
         ...
 
     async def calculate_score(self, instance_id: str, **kwargs: Any) -> float:

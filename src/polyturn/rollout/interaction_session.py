@@ -155,6 +155,11 @@ class InteractionSession:
                 f"interaction {self.name!r}: {method.__name__} gave {brief(done)} for should_terminate; return True or False"
                 f"{defined_at(method)}"
             )
+        if content is None and not is_done:
+            raise InteractionError(
+                f"interaction {self.name!r}: {method.__name__} gave the content None with should_terminate=False, so the "
+                f"model would read an empty message; return a text, or True to end the episode{defined_at(method)}"
+            )
         return InteractionReply(
             is_done=is_done,
             content=self._content(content, method),

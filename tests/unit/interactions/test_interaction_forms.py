@@ -53,6 +53,25 @@ class Reads(BaseInteraction):
         return True, kwargs["ground_truth"], 1.0, {}
 
 
+class Silent(BaseInteraction):
+    async def generate_response(self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any) -> Any:
+        return kwargs["ends"], None, 0.0, {}
+
+
+async def test_reply_without_text_must_end_the_episode() -> None:
+    def session(*, ends: bool) -> InteractionSession:
+        loaded = LoadedInteraction(Silent({}), "mine", timeout_s=60)
+        return InteractionSession(loaded, InteractionRef(name="mine", kwargs={"ends": ends}))
+
+    last, early = session(ends=True), session(ends=False)
+    await last.start("a")
+    await early.start("b")
+    assert (await last.reply([])).is_done
+    await refuses_later(lambda: early.reply([]), InteractionError, "generate_response", "None", "return a text, or True")
+    await last.close()
+    await early.close()
+
+
 async def test_missing_column_of_an_interaction_is_reported() -> None:
     ref = InteractionRef(name="mine", kwargs={"answer": "4", "item": "lamp"})
     session = InteractionSession(LoadedInteraction(Reads({}), "mine", timeout_s=60), ref)
