@@ -159,6 +159,14 @@ def test_evaluation_sets_keep_order_sampling_and_limits(tmp_path: Path):
     assert build.build_eval_sets(tiny_source(tmp_path, "evaluation.data=null")) == []
 
 
+def test_evaluation_sets_without_tasks_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    build.build_run_tasks(tiny_source(tmp_path, "evaluation.data=null"))
+    assert not caplog.messages
+    build.build_run_tasks(tiny_source(tmp_path, "evaluation.data=null", "evaluation.sets={eight: {samples: 8}}"))
+    (message,) = caplog.messages
+    assert all(word in message for word in ("'eight'", "evaluation.sets", "set evaluation.data"))
+
+
 def test_generator_may_make_the_tasks(tmp_path: Path):
     where = tiny_source(tmp_path, "data.train={files: null, generator: 'plugins.py:made', kwargs: {num: 3}}")
     with (tmp_path / "plugins.py").open("a") as file:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 from polyturn.build.environments import build_env_tasks, env_configs, rows_for_env
 from polyturn.build.parts import sampling_params
 from polyturn.config.config_source import ConfigSource
-from polyturn.config.models import TaskSourceConfig
+from polyturn.config.models import EvalConfig, TaskSourceConfig
 from polyturn.config.parts import arguments_of
 from polyturn.core.errors import ConfigError, plugin_errors_as
 from polyturn.core.task import Task
@@ -23,6 +24,8 @@ from polyturn.data.sequences import WithInteraction, WithSystem
 from polyturn.evaluation.evaluate import EvalSet
 from polyturn.infra.plugin_shape import check_class, has_parameter
 from polyturn.infra.plugins import import_attr
+
+logger = logging.getLogger(__name__)
 
 
 def build_tasks(source: TaskSourceConfig, *, base: Path, split: str) -> Sequence[Task]:
@@ -64,6 +67,15 @@ def build_run_tasks(source: ConfigSource) -> RunTasks:
                 f"evaluation.{name} is {value} and there are no tasks to evaluate on; set evaluation.data, or remove "
                 f"evaluation.{name}"
             )
+    # A warning, because `evaluation.data=null` turns the evaluation of any configuration off. A translated configuration
+    # always has a set.
+    sets = source.config.evaluation.sets
+    if not eval_sets and sets != EvalConfig().sets and not source.config.compat.validation_metrics:
+        logger.warning(
+            "evaluation.sets has %s and there are no tasks to evaluate on, so the run is not evaluated; set "
+            "evaluation.data, or remove evaluation.sets",
+            ", ".join(map(repr, sets)),
+        )
     return RunTasks(train=train, eval_sets=eval_sets)
 
 
