@@ -238,6 +238,17 @@ def test_training_on_greedy_completions_is_warned_of(tmp_path: Path, parts: buil
     assert "rollout.sampling.temperature is 0: the members of a group repeat each other" in caplog.text
 
 
+def test_prompts_that_end_with_an_answer_are_counted(parts: build.Parts, caplog: pytest.LogCaptureFixture):
+    coach = {"interaction": InteractionRef(name="coach")}
+    answer = Message(role="assistant", content="4")
+    tasks = [user("?", **coach), *(user("?", **coach, id=name, prompt=(answer,)) for name in ("t1", "t2"))]
+    build.check_run(parts, tasks[:1], name="data.train")
+    assert not caplog.messages
+    build.check_run(parts, tasks, name="data.train")
+    (message,) = caplog.messages
+    assert all(word in message for word in ("data.train", "2 of 3", "assistant", "'t1'"))
+
+
 def test_prompt_length_is_checked_to_the_token(parts: build.Parts):
     """Length is counted in tokens of the rendered prompt, exactly, where bytes alone cannot tell."""
 

@@ -388,6 +388,7 @@ def _read_tasks(
     limits = parts.source.config.rollout.limits
     longest = limits.max_prompt_tokens
     seen, near = itertools.count(), Counter[tuple[str, str]]()
+    answered: list[str] = []
 
     def measure(task: Task) -> None:
         media = [medium for message in task.prompt for medium in message.media]
@@ -408,6 +409,8 @@ def _read_tasks(
         if also is not None:
             also(task)
         near.update(filter(None, map(near_column, task.extra)))
+        if task.prompt and task.prompt[-1].role == "assistant":
+            answered.append(task.id)
         bar.advance()
 
     with Progress(f"check {name}", len(tasks)) as bar:
@@ -417,6 +420,13 @@ def _read_tasks(
         logger.warning(
             "%s: %d of %d tasks have the column %r, which only rewards, tools and interactions read; did you mean %r?",
             *(name, count, len(tasks), column, known),
+        )
+    if answered:
+        logger.warning(
+            "%s: %d of %d prompts end with an assistant message, the first in task %r; the model starts a new assistant "
+            "message after it, unless the scheduler continues it; end the prompts with a user message, or name the column "
+            "'messages' instead of 'prompt', which leaves out a last answer",
+            *(name, len(answered), len(tasks), answered[0]),
         )
     without = summary.interactions.get(None, 0)
     if 0 < without < len(tasks):
