@@ -150,15 +150,13 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
         return " Did you mean " + " or ".join(repr(n) for n in near) + "?"
     if not names:
         return " Nothing is registered."
-    # Show the most similar of many names, not the first of the alphabet: 'ppo_clip' for 'ppoo'.
     alike = difflib.SequenceMatcher(b=name)
 
     def distance(one: str) -> float:
         alike.set_seq1(one)
         return -alike.ratio()
 
-    listed = names if len(names) <= 12 else sorted(sorted(names, key=distance)[:12])
-    closest = ", ".join(map(repr, listed))
+    closest = ", ".join(map(repr, sorted(names, key=distance)[:12]))  # 'ppo_clip' before 'cispo' for 'ppoo'
     return f" Known: {closest}{', …' if len(names) > 12 else ''}."
 
 

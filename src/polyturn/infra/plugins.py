@@ -317,8 +317,15 @@ def _import_attr(path: str, *, base: Path | None) -> Any:
     try:
         return functools.reduce(getattr, name.split("."), module)
     except AttributeError as problem:
-        known = [n for n in vars(module) if not n.startswith("_")]
-        raise MissingAttributeError(f"{where!r} has no attribute {name!r}.{did_you_mean(name, known)}") from problem
+        hint = did_you_mean(name, _own_names(module))
+        raise MissingAttributeError(f"{where!r} has no attribute {name!r}.{hint}") from problem
+
+
+def _own_names(module: ModuleType) -> list[str]:
+    """Return the public names of a module, without those that it imports from elsewhere."""
+    root = module.__name__.partition(".")[0]
+    own = {n: v for n, v in vars(module).items() if not n.startswith("_") and not isinstance(v, ModuleType)}
+    return [n for n, v in own.items() if str(getattr(v, "__module__", root)).partition(".")[0] == root]
 
 
 def import_file(path: Path) -> ModuleType:

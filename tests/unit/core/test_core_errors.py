@@ -28,7 +28,8 @@ def test_every_error_is_also_a_standard_error() -> None:
         ("max_turn", ["max_turns", "seed"], "'max_turns'?"),
         ("zzz", ["seed", "max_turns"], "'max_turns', 'seed'."),
         ("zzz", [f"name_{i:02}" for i in range(40)], "'name_11', …."),
-        ("ppoo", [*(f"name_{i:02}" for i in range(40)), "ppo_clip"], "'ppo_clip', …."),
+        ("ppoo", [*(f"name_{i:02}" for i in range(40)), "ppo_clip"], "'name_10', …."),
+        ("ppoo", ["cispo", "ppo_clip"], "Known: 'ppo_clip', 'cispo'."),
         ("x", [], "Nothing is registered."),
     ],
 )

@@ -112,6 +112,17 @@ def test_path_that_leads_nowhere_is_an_error_of_its_kind(plugin: Path, path: str
         import_attr(path, base=plugin.parent, key="reward.function")
 
 
+def test_hint_about_a_file_names_what_the_file_defines(tmp_path: Path) -> None:
+    (tmp_path / "shop_of_test.py").write_text(
+        "from __future__ import annotations\nimport time\nfrom pathlib import Path\nimport polyturn\n"
+        "@polyturn.tool\ndef price() -> str:\n    'Return the price.'\n    return '3'\n"
+        "def score() -> float: return 0.5\nclass Judge: pass\nTASKS = ['lamp']\n"
+    )
+    with pytest.raises(MissingAttributeError) as raised:
+        import_attr("shop_of_test.py:zzz", base=tmp_path)
+    assert str(raised.value).endswith("Known: 'Judge', 'TASKS', 'price', 'score'.")
+
+
 def test_missing_package_comes_with_its_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "agent_of_test.py").write_text("import no_such_client\n")
