@@ -293,7 +293,7 @@ def import_attr(path: NameOrObject, *, base: Path | None = None, key: str | None
         key: The configuration key that holds the path, for messages.
 
     Raises:
-        ConfigError: `path` has none of these forms.
+        ConfigError: `path` has none of these forms, or a definition in the module is wrong, such as a tool's.
         MissingModuleError: the module or file cannot be found or imported.
         MissingAttributeError: the module has no such attribute.
     """
@@ -333,6 +333,7 @@ def import_file(path: Path) -> ModuleType:
 
     Raises:
         MissingModuleError: there is no such file, or importing it fails.
+        ConfigError: a definition in it is wrong, such as a tool's.
     """
     with _LOADING:
         return _import_once(str(path.resolve()))
@@ -350,6 +351,8 @@ def _import_once(path: str) -> ModuleType:
         _with_stand_in(spec.loader.exec_module, module)
     except PLUGIN_RAISES as problem:
         del sys.modules[name]
+        if isinstance(problem, ConfigError):
+            raise _with_line(problem) from problem
         # The message of a syntax error already has the line; errors in imported files belong to another file.
         frames = () if isinstance(problem, SyntaxError) else traceback.extract_tb(problem.__traceback__)
         line = next((f", at line {frame.lineno}" for frame in reversed(frames) if frame.filename == path), "")
@@ -393,6 +396,8 @@ def _load_plugin(path: Path) -> ModuleType:
         module = _with_stand_in(importlib.import_module, name)
     except PLUGIN_RAISES as problem:
         sys.modules.pop(name, None)
+        if isinstance(problem, ConfigError):
+            raise _with_line(problem) from problem
         if isinstance(problem, PolyturnError):
             raise
         reason = f"{one_line(problem)}{raised_at(problem)}{_install_hint(problem)}"
@@ -405,10 +410,18 @@ def _import_module(name: str) -> ModuleType:
     try:
         return _with_stand_in(importlib.import_module, name)
     except PLUGIN_RAISES as problem:
+        if isinstance(problem, ConfigError):
+            raise _with_line(problem) from problem
         raise MissingModuleError(
             f"the module {name!r} cannot be imported ({one_line(problem)}){raised_at(problem)}; check its spelling, "
             f"and that its folder is installed or on PYTHONPATH{_installed_hint(problem)}{_install_hint(problem, but=name)}"
         ) from problem
+
+
+def _with_line(problem: ConfigError) -> ConfigError:
+    """Return an error that a plug-in's import raised, with the plug-in's line, such as a tool without type hints."""
+    at = raised_at(problem)
+    return type(problem)(str(problem) if at.partition(",")[0] in str(problem) else f"{problem}{at}")
 
 
 def _install_hint(problem: BaseException, *, but: str = "") -> str:

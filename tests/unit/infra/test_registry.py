@@ -123,6 +123,31 @@ def test_hint_about_a_file_names_what_the_file_defines(tmp_path: Path) -> None:
     assert str(raised.value).endswith("Known: 'Judge', 'TASKS', 'price', 'score'.")
 
 
+@pytest.mark.parametrize(
+    ("source", "word"),
+    [
+        ("import polyturn\n\n@polyturn.tool\ndef population(country):\n    'Return it.'\n", "'country' is missing a type"),
+        ("from polyturn.core.errors import ConfigError\n\nraise ConfigError('no table')\n", "no table"),
+    ],
+)
+def test_wrong_definition_is_an_error_with_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, word: str
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "wrong_of_test.py").write_text(source)
+    for load in (
+        lambda: import_attr("wrong_of_test.py:x", base=tmp_path),
+        lambda: import_attr("wrong_of_test:x"),
+        lambda: load_plugins(["wrong_of_test.py"], base=tmp_path),
+    ):
+        with pytest.raises(ConfigError) as raised:
+            load()
+        assert type(raised.value) is ConfigError
+        assert word in str(raised.value)
+        assert str(raised.value).count("(wrong_of_test.py, line 3)") == 1
+        assert "import" not in str(raised.value)
+
+
 def test_missing_package_comes_with_its_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "agent_of_test.py").write_text("import no_such_client\n")
