@@ -16,9 +16,11 @@ one for every other `Registry`. A plug-in is imported when a configuration names
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
 import importlib
+import importlib.machinery
 import importlib.util
 import logging
 import os
@@ -32,6 +34,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, Generic, TypeVar
 
+from polyturn.core.code_origin import is_an_authors
 from polyturn.core.errors import (
     PLUGIN_RAISES,
     ConfigError,
@@ -331,9 +334,13 @@ def _own_names(module: ModuleType) -> list[str]:
 def import_file(path: Path) -> ModuleType:
     """Import a Python file as a separate module; later calls return the same module.
 
+    Its folder goes to the end of `sys.path` and stays there: the file's functions may import other files of the folder
+    later, and the processes of a run receive `sys.path`. Installed packages take precedence over files of the folder.
+
     Raises:
         MissingModuleError: there is no such file, or importing it fails.
-        ConfigError: a definition in it is wrong, such as a tool's.
+        ConfigError: a definition in it is wrong, such as a tool's; or it imports a file beside it, and another of that name
+            comes first.
     """
     with _LOADING:
         return _import_once(str(path.resolve()))
@@ -348,6 +355,10 @@ def _import_once(path: str) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses and pickle look it up by name
     try:
+        _refuse_hidden_neighbours(Path(path))
+        if (folder := os.path.dirname(path)) not in sys.path:
+            sys.path.append(folder)
+        importlib.invalidate_caches()  # a finder may have listed the folder before a file was written
         _with_stand_in(spec.loader.exec_module, module)
     except PLUGIN_RAISES as problem:
         del sys.modules[name]
@@ -360,6 +371,34 @@ def _import_once(path: str) -> ModuleType:
             f"{path!r} fails when imported{line}: {one_line(problem)}{_install_hint(problem)}"
         ) from problem
     return module
+
+
+def _refuse_hidden_neighbours(file: Path) -> None:
+    """Refuse a file that imports another beside it, itself or through that, if the name leads to an author's other file."""
+    files = [file]
+    for one in files:  # the loop extends the list
+        for name in sorted(_imported_roots(one)):
+            beside = next(filter(Path.is_file, (file.parent / name / "__init__.py", file.with_name(f"{name}.py"))), None)
+            if beside is None or beside in files:
+                continue
+            files.append(beside)
+            module, spec = sys.modules.get(name), importlib.machinery.PathFinder.find_spec(name)
+            other = getattr(module, "__file__", None) if module else spec.origin if spec else None
+            if other and is_an_authors(other) and Path(other).resolve() != beside.resolve():
+                raise ConfigError(
+                    f"{str(one)!r} imports {name!r} and would get {other}, not {beside}; rename one of the two"
+                )
+
+
+def _imported_roots(file: Path) -> set[str]:
+    """Return the top-level names of the modules that a file imports; none for a file with a syntax error."""
+    try:
+        nodes = [*ast.walk(ast.parse(file.read_bytes()))]
+    except (SyntaxError, ValueError):  # the import reports it
+        return set()
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]
+    return {name.partition(".")[0] for name in names}
 
 
 def load_plugins(files: Sequence[str | Path], *, base: Path | None = None) -> list[ModuleType]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -86,6 +88,31 @@ def test_two_files_of_one_name_are_two_modules(tmp_path: Path) -> None:
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "same.py").write_text(f"VALUE = {value}")
     assert [import_attr("same.py:VALUE", base=tmp_path / f) for f in "ab"] == [1, 2]
+
+
+def test_file_imports_the_files_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "rew.py").write_text(
+        "from beside_of_test import f\n\ndef score():\n    import later_of_test\n    return f() + later_of_test.ONE\n"
+    )
+    (tmp_path / "beside_of_test.py").write_text("def f(): return 0.5\n")
+    (tmp_path / "later_of_test.py").write_text("ONE = 1\n")
+    score = import_attr("rew.py:score", base=tmp_path)
+    assert score() == 1.5
+    program = "import sys; from polyturn.infra.plugins import import_attr; print(import_attr(sys.argv[1])())"
+    command = [sys.executable, "-c", program, str(tmp_path / "rew.py:score")]
+    run = subprocess.run(command, cwd="/", stdout=subprocess.PIPE, text=True, check=True)
+    assert run.stdout == "1.5\n"
+
+
+def test_hidden_file_beside_a_plugin_is_an_error(tmp_path: Path) -> None:
+    for folder in "ab":
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "rew.py").write_text(f"import step_{folder}_of_test\n\ndef score(): return 1\n")
+        (tmp_path / folder / f"step_{folder}_of_test.py").write_text("def f():\n    import hidden_of_test\n")
+        (tmp_path / folder / "hidden_of_test.py").write_text("")
+    assert import_attr("rew.py:score", base=tmp_path / "a")() == 1
+    hidden = [str(tmp_path / folder / "hidden_of_test.py") for folder in "ab"]
+    refuses(lambda: import_attr("rew.py:score", base=tmp_path / "b"), ConfigError, "'hidden_of_test'", *hidden)
 
 
 def test_unknown_name_comes_with_the_nearest() -> None:
