@@ -9,6 +9,7 @@ become rarer in work that takes long.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -32,14 +33,9 @@ _SHOWN = (
     ("policy/teacher_gap", "teacher gap", ".3f"),
     ("rollout/turns", "turns", ".2f"),
 )
-PAUSE_S, LONGEST_PAUSE_S = 1.5, 60.0
-"""Seconds before a bar appears, so that short work shows none; without a terminal, the pauses between lines."""
-
-
-def pause_after(seconds: float, *, least: float = PAUSE_S) -> float:
-    """Return the pause between lines without a terminal: a sixtieth of the `seconds` worked so far, within bounds."""
-    return min(max(least, seconds / 60), LONGEST_PAUSE_S)
-
+PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0
+"""Seconds before a bar appears, so that short work shows none. Without a terminal: the first and the longest pause before a
+line; each pause is twice the one before, so lines come after 2, 6, 14, 30, 62, 122 … seconds."""
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 
@@ -107,11 +103,24 @@ def sparkline(values: Sequence[float]) -> str:
     return "".join(BLOCKS[min(len(BLOCKS) - 1, int((v - low) / width * len(BLOCKS)))] for v in values)
 
 
+class _Open:
+    """The progress displays of this process that are open; the last is the innermost."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.displays: list[Progress] = []
+
+
+@functools.cache
+def _open() -> _Open:
+    return _Open()
+
+
 class Progress:
     """Counts and shows progress: `with Progress("rollout", 256) as bar: ... bar.advance()`.
 
-    A thread updates the display, so it also works during a single long operation, such as an import. Without `with`, only
-    `line` shows the progress.
+    A thread updates the display, so it also works during one long operation, such as an import. Without a terminal, only
+    the innermost of several open displays logs lines. Without `with`, only `line` shows the progress.
     """
 
     def __init__(
@@ -130,7 +139,7 @@ class Progress:
             title: The name of the work, for instance "rollout".
             total: Number of items; None if unknown.
             console: The console for the bar; by default the console of log lines, so that log lines do not break the bar.
-            pause_s: Seconds before the bar; without a terminal, the shortest pause between two lines (`pause_after`).
+            pause_s: Seconds before the bar; without a terminal, before the first line.
             running: The number of episodes in each state, for the end of the line.
             clock: Returns the time in seconds.
         """
@@ -142,24 +151,28 @@ class Progress:
         self._running = running or {}
         self._clock = clock
         self._start = clock()
-        self._lock = threading.Lock()
+        self._open = _open()
         self._is_over = threading.Event()
         self._bar: RichProgress | None = None
 
     def __enter__(self) -> Self:
         self._start = self._clock()
+        with self._open.lock:
+            self._open.displays.append(self)
         threading.Thread(target=self._show, name=f"progress of {self.title}", daemon=True).start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        with self._lock:
+        with self._open.lock:
             self._is_over.set()
+            if self in self._open.displays:
+                self._open.displays.remove(self)
             if self._bar is not None:
                 self._bar.stop()
 
     def advance(self, num: int = 1) -> None:
         """Add `num` finished items."""
-        with self._lock:
+        with self._open.lock:
             self.done += num
             if self._bar is not None:
                 self._bar.update(self._bar.task_ids[0], completed=self.done)
@@ -182,14 +195,17 @@ class Progress:
         return f"{counted}{', ' if pace > 0 else ''}{pace_of(pace)}{left}"
 
     def _show(self) -> None:
-        while not self._is_over.wait(pause_after(self._clock() - self._start, least=self._pause_s)):
-            with self._lock:
+        pause_s = self._pause_s
+        while not self._is_over.wait(pause_s):
+            with self._open.lock:
                 if self._is_over.is_set():
                     return
                 if self._console.is_terminal:
                     self._bar = self._drawn()
                     return
-                logger.info("%s", self.line())
+                if self._open.displays[-1] is self:
+                    logger.info("%s", self.line())
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def _drawn(self) -> RichProgress:
         counts = () if self.total is None else (MofNCompleteColumn(), TimeRemainingColumn())

@@ -32,7 +32,7 @@ from polyturn.store.parquet_store import ParquetStore
 from polyturn.store.schema import Trained
 from polyturn.tracking.alarms import Alarm, Alarms, PluginAlarms
 from polyturn.tracking.base import RunInfo
-from polyturn.tracking.console import PAUSE_S, ConsoleTracker, Progress, duration, pause_after, stops
+from polyturn.tracking.console import LONGEST_PAUSE_S, PAUSE_S, ConsoleTracker, Progress, duration, stops
 from polyturn.tracking.dump import TrajectoryDump
 from polyturn.tracking.jsonl import JsonlTracker, read_metrics
 from polyturn.tracking.live import LiveStatus
@@ -45,8 +45,6 @@ logger = logging.getLogger(__name__)
 
 _LONG_S = 60.0
 """Seconds of a step's episodes above which the expected duration is logged."""
-_WATCHED_S = 360.0
-"""Seconds at the start of a run in which lines of progress come as often without a terminal as a bar is drawn in one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,8 +299,9 @@ class RunObserver(Observer):
 
     def _begin_progress(self, phase: str, total: int | None) -> None:
         self._end_phase()
-        age_s = time.monotonic() - self._began
-        pause_s = PAUSE_S if age_s < _WATCHED_S or self._bars.is_terminal else pause_after(age_s)
+        pause_s = PAUSE_S
+        if not self._bars.is_terminal:  # the older the run, the later the first line of a phase
+            pause_s = min(max(PAUSE_S, (time.monotonic() - self._began) / 60), LONGEST_PAUSE_S)
         self._progress = Progress(phase, total, console=self._bars, pause_s=pause_s, running=self._running)
         if self._live is not None:
             self._live.show(self._progress)

@@ -6,11 +6,13 @@ import io
 import logging
 import threading
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from polyturn.tracking.console import ConsoleTracker, Progress, duration, pause_after
+from polyturn.tracking.console import ConsoleTracker, Progress, duration
 
 
 class Clock:
@@ -80,9 +82,41 @@ def test_lines_come_without_a_terminal(caplog: pytest.LogCaptureFixture) -> None
         thread.join()  # its thread ends with it
 
 
-@pytest.mark.parametrize(("seconds", "pause_s"), [(0, 1.5), (90, 1.5), (600, 10), (7200, 60)])
-def test_lines_of_long_work_become_rarer(seconds: float, pause_s: float) -> None:
-    assert pause_after(seconds) == pause_s
+class Waits(threading.Event):
+    """An event that records the pauses and returns from each at once; the seventh finds the work over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pauses: list[float | None] = []
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.pauses.append(timeout)
+        return len(self.pauses) == 7
+
+
+def test_lines_of_long_work_become_rarer(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits, before = Waits(), set(threading.enumerate())
+    real = {"Thread": threading.Thread, "Lock": threading.Lock}
+    monkeypatch.setattr("polyturn.tracking.console.threading", SimpleNamespace(Event=lambda: waits, **real))
+    with caplog.at_level(logging.INFO, logger="polyturn"), Progress("loading", console=terminal(False), clock=Clock()):
+        for thread in set(threading.enumerate()) - before:
+            thread.join()
+    assert waits.pauses == [2, 4, 8, 16, 32, 60, 60]
+    assert len(caplog.messages) == 6
+
+
+def test_only_the_innermost_progress_writes_lines(caplog: pytest.LogCaptureFixture) -> None:
+    def wait_for(line: str, num: int) -> None:
+        while caplog.messages.count(line) < num:
+            time.sleep(0.01)
+
+    options: dict[str, Any] = {"console": terminal(False), "pause_s": 0.01, "clock": Clock()}
+    with caplog.at_level(logging.INFO, logger="polyturn"), Progress("outer", **options):
+        with Progress("inner", **options):
+            caplog.clear()
+            wait_for("inner: 0s", 3)
+            assert "outer: 0s" not in caplog.messages
+        wait_for("outer: 0s", 1)
 
 
 def test_progress_without_a_count_shows_its_time() -> None:
