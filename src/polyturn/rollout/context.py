@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 MAX_TOOL_SETS = 256
 """Largest number of agents' tool lists (`encoder_listing`) whose encoders are cached."""
 _EXPECTED = " (rollout.tokenization_sanity_check_mode: ignore_strippable hides this line)"
-"""The end of the warning about a difference with a known, harmless cause."""
+"""The end of the line about a difference with a known, harmless cause."""
 
 
 @dataclass(kw_only=True)
@@ -204,15 +204,15 @@ class RolloutContext:
         return is_on and (self._num_finished - 1) % self.sanity_every == 0
 
     def warn_of(self, difference: sanity.Difference, *, where: str) -> None:
-        """Warn in one line about a difference between an episode's ids and a full render, once for each kind and run.
+        """Log one line about a difference between an episode's ids and a full render, once for each kind and run.
 
-        Mode `strict` warns about every kind, the other modes only about unexplained differences.
+        An unexplained difference is a WARNING. The others are harmless: an INFO in mode `strict`, and no line in other modes.
         """
         is_due = self.sanity_mode == "strict" or difference.kind == sanity.UNEXPLAINED
         if is_due and difference.kind not in self.reported:
             self.reported[difference.kind] += 1
-            hint = "" if difference.kind == sanity.UNEXPLAINED else _EXPECTED
-            logger.warning("token check of %s: %s%s", where, difference, hint)
+            level, hint = (logging.WARNING, "") if difference.kind == sanity.UNEXPLAINED else (logging.INFO, _EXPECTED)
+            logger.log(level, "token check of %s: %s%s", where, difference, hint)
             logger.debug("%s has %r where its template would write %r", where, difference.kept, difference.full)
 
     @property
