@@ -206,7 +206,7 @@ class RolloutContext:
     def warn_of(self, difference: sanity.Difference, *, where: str) -> None:
         """Log one line about a difference between an episode's ids and a full render, once for each kind and run.
 
-        An unexplained difference is a WARNING. The others are harmless: an INFO in mode `strict`, and no line in other modes.
+        An unexplained difference is a WARNING. The others are harmless: an INFO in mode `strict`, no line in other modes.
         """
         is_due = self.sanity_mode == "strict" or difference.kind == sanity.UNEXPLAINED
         if is_due and difference.kind not in self.reported:
