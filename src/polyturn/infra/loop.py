@@ -239,8 +239,9 @@ class LoopMonitor:
             return
         self._logged.add(location)
         logger.warning(
-            "the event loop of this run has been blocked for %.1f s in %s, episode %s: the function is async and does not "
-            "await, so no other episode continues; write a plain function, which runs in a thread, or await the slow part",
+            "the event loop of this run has been blocked for %.1f s in %s, episode %s: the function is async, so no other "
+            "episode continues between two of its awaits; await the slow part, move it out of the function (create a client "
+            "once, for instance), or write a plain function, which runs in a thread",
             seconds,
             where,
             "unknown" if task is None else task.get_name().partition("#")[0],

@@ -61,6 +61,15 @@ async def holds() -> str:
     return "done"
 
 
+@polyturn.tool
+async def holds_between_awaits() -> str:
+    """Hold the loop between two awaits, as the construction of a client does."""
+    await asyncio.sleep(0)
+    hold()
+    await asyncio.sleep(0)
+    return "done"
+
+
 class Grumpy(Says):
     async def generate_response(self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any) -> Any:
         hold()
@@ -75,6 +84,13 @@ async def test_blocking_tool_is_named_with_place_and_episode(messages: list[str]
     assert "episode g3/1" in message
     assert trajectory.metrics["loop_blocked"] == 1
     assert trajectory.metrics["loop_blocked_s"] > LIMIT_S
+
+
+async def test_warning_is_true_of_a_tool_that_awaits(messages: list[str]) -> None:
+    says, monitor = [call("holds_between_awaits"), "#### 4"], LoopMonitor(limit_s=LIMIT_S)
+    await run_episode(scripted_context(says, tools=[holds_between_awaits], monitor=monitor), task(), id="e")
+    (message,) = messages
+    assert "between two of its awaits" in message and "does not await" not in message
 
 
 async def test_tool_of_an_installed_package_is_named(messages: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
