@@ -105,8 +105,10 @@ class RunObserver(Observer):
         self._running: Mapping[EpisodeState, int] = {}
         self._has_begun = False
         """Whether the first rollout of training has begun."""
-        self._first_step: tuple[float, int] | None = None
-        """Start time of the first rollout of training, and the number of its finished episodes; None before and after it."""
+        self._first_step: float | None = None
+        """Start time of the first rollout of training; None before it and once its duration is estimated."""
+        self._first_ends: list[float] = []
+        """Times at which the first episodes of that rollout ended."""
         self._system = SystemSampler() if total_steps > 0 else None
 
     def __enter__(self) -> Self:
@@ -162,7 +164,7 @@ class RunObserver(Observer):
     def begin_phase(self, phase: str, total: int | None) -> None:
         """Show that a phase of `total` groups or episodes has begun; None if it does not count them."""
         if phase == "rollout" and not self._has_begun:
-            self._has_begun, self._first_step = True, (time.monotonic(), 0)
+            self._has_begun, self._first_step = True, time.monotonic()
         self._begin_progress(phase, total)
 
     def on_episode(self, *, total: int) -> None:
@@ -174,17 +176,19 @@ class RunObserver(Observer):
         """Log once, from the pace of a run's first episodes, how long a step takes, if that is long."""
         if self._first_step is None:
             return
-        began, done = self._first_step
-        self._first_step = began, done + 1
-        if done + 1 < max(2, total // 16):
+        self._first_ends.append(time.monotonic())
+        done = len(self._first_ends)
+        if done < max(2, total // 4):
             return
-        self._first_step = None
-        seconds = (time.monotonic() - began) / (done + 1) * total
+        began, ends = self._first_step, self._first_ends
+        self._first_step, self._first_ends = None, []
+        # Episodes run at once, so the first ends late: its time is not the time of each of the others.
+        seconds = ends[-1] - began + (ends[-1] - ends[0]) / (done - 1) * max(0, total - done)
         if seconds >= _LONG_S:
             logger.info(
-                "at the pace of the first %d episodes, the %d of a step take about %s, plus training; to shorten it, "
-                "lower train.groups_per_step, train.group_size or rollout.limits.max_tokens_per_turn",
-                done + 1,
+                "at the pace at which the first %d episodes ended, the %d of a step take about %s, plus training; to "
+                "shorten it, lower train.groups_per_step, train.group_size or rollout.limits.max_tokens_per_turn",
+                done,
                 total,
                 duration(seconds),
             )

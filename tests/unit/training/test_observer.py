@@ -232,6 +232,22 @@ def test_long_first_step_is_announced_once(
     assert "32" in line and "5m20s" in line and "train.groups_per_step" in line
 
 
+def test_pace_of_concurrent_episodes_starts_at_the_first_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level(logging.INFO)
+    now = [0.0]
+    monkeypatch.setattr("polyturn.training.observer.time", SimpleNamespace(monotonic=lambda: now[0]))
+    with RunObserver(tmp_path, total_steps=1) as observer:
+        observer.begin_phase("rollout", 64)
+        now[0] = 60.0  # all run at once; the first ends after a minute, then one each second
+        for _ in range(64):
+            now[0] += 1.0
+            observer.on_episode(total=64)
+    (line,) = [line for line in caplog.messages if "pace" in line]
+    assert "the 64 of a step take about 2m04s" in line
+
+
 @pytest.mark.parametrize(("age_s", "pause_s"), [(0.0, 2.0), (60.0, 2.0), (600.0, 10.0), (9000.0, 60.0)])
 def test_progress_in_a_log_becomes_rarer_with_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, age_s: float, pause_s: float
