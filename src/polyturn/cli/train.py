@@ -204,11 +204,8 @@ def _tell(run: TrainedRun, out: Output) -> None:
             out.table(table)
     rest = max(0.0, run.wall_s - run.generating_s - run.training_s)
     out.fact("steps", state.step)
-    out.fact(
-        "time",
-        f"{run.wall_s:.0f} s: {run.generating_s:.0f} s generating, {run.training_s:.0f} s training, {rest:.0f} s "
-        "everything else",
-    )
+    parts = f"{_seconds(run.generating_s)} generating, {_seconds(run.training_s)} training, {_seconds(rest)} everything else"
+    out.fact("time", f"{_seconds(run.wall_s)}: {parts}")
     out.fact("curve", run.curve)
     out.fact("checkpoint", run.latest)
     if run.best is not None:
@@ -216,6 +213,11 @@ def _tell(run: TrainedRun, out: Output) -> None:
     out.fact("trajectories", run.folder / "trajectories")
     out.fact("look at them", command("show", run.folder))
     out.fact("in the browser", command("view", run.folder))
+
+
+def _seconds(seconds: float) -> str:
+    """Return seconds as text: "96 s", "0.31 s"; few seconds get decimals, so that training of a small model is not 0 s."""
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2f} s"
 
 
 Reports = Mapping[str, Mapping[str, float]]

@@ -258,7 +258,7 @@ class Policy(Stored, Protocol):
     """The trainer's side of the model: parameters and gradients."""
 
     train_seconds: float
-    """Seconds spent in forward and backward so far."""
+    """Seconds spent in forward and backward passes and in optimizer steps so far."""
 
     def score(self, samples: Sequence[TrainSample], *, reference: bool = False) -> list[Floats]:
         """Return one [T] per sample: the log-probability of each token; 0 at index 0 and at unweighted tokens."""

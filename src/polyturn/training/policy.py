@@ -59,9 +59,7 @@ class ModelPolicy(OverBackend):
         self.entropy = EntropyController(self.loss_settings.algorithm)
         """The weight of the entropy bonus."""
         self.train_seconds = 0.0
-        """Seconds spent in forward and backward passes so far, `score` included."""
-        self.optim_seconds = 0.0
-        """Seconds spent in optimizer steps so far."""
+        """Seconds spent in forward and backward passes, `score` included, and in optimizer steps so far."""
 
     @property
     def step_count(self) -> int:
@@ -127,7 +125,7 @@ class ModelPolicy(OverBackend):
         start = time.perf_counter()
         metrics = self.backend.optim_step()
         seconds = time.perf_counter() - start
-        self.optim_seconds += seconds
+        self.train_seconds += seconds
         return metrics | {"time/optim": Sum(seconds)}
 
     def state_dict(self) -> dict[str, Any]:

@@ -68,10 +68,10 @@ def test_train_shows_a_table_and_its_files(trained: tuple[Path, Called]):
     config, called = trained
     run = run_of(config)
     assert "before and after" in called.out and "success" in called.out and "mean turns" in called.out
-    facts = dict(
-        line.split(None, 1) for line in called.out.splitlines() if line.startswith(("curve", "checkpoint", "trajectories"))
-    )
+    names = ("time ", "curve", "checkpoint", "trajectories")
+    facts = dict(line.split(None, 1) for line in called.out.splitlines() if line.startswith(names))
     assert (Path(facts["curve"]), Path(facts["checkpoint"])) == (run / "curve.png", run / "checkpoints" / "step-000003")
+    assert float(facts["time"].partition(" generating, ")[2].split()[0]) > 0, "even three tiny steps are not 0 s of training"
     assert Path(facts["trajectories"]) == run / "trajectories" and (run / "curve.png").stat().st_size > 1000
     assert f"polyturn show {run}" in called.out
     assert is_quiet(called)
