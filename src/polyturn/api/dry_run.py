@@ -203,8 +203,8 @@ def estimates_of(parts: build.Parts, *, num_prompt_tokens: int) -> tuple[dict[st
     probe = _probe(parts.model)
     seconds = longest * episodes / ranks * (probe.forward_s + probe.backward_s + probe.forward_s) / probe.tokens
     out["time of a step"] = (
-        f"about {seconds:.1f} s of computation (measured here on {probe.tokens} tokens: forward {probe.forward_s:.3f} s, "
-        f"backward {probe.backward_s:.3f} s; without tools, users and waiting)"
+        f"about {seconds:.1f} s of computation if all turns are as long as allowed (measured here on {probe.tokens} tokens: "
+        f"forward {probe.forward_s:.3f} s, backward {probe.backward_s:.3f} s; without tools, users and waiting)"
     )
     return out, verdict
 
@@ -259,6 +259,10 @@ def cluster_plan(config: RunConfig, *, holds_weights: bool) -> dict[str, str]:
     return plan
 
 
+_PROBES, _PROBES_S = 8, 5.0
+"""Largest number of passes, including one to warm up; seconds after which no further pass starts."""
+
+
 class Probe(NamedTuple):
     """The duration of a forward and a backward pass over a few tokens."""
 
@@ -268,18 +272,20 @@ class Probe(NamedTuple):
 
 
 def _probe(model: torch.nn.Module, *, num_tokens: int = 64) -> Probe:
-    """Measure a forward and a backward pass, after one pass to warm up."""
+    """Return the shortest forward and backward pass of a few, after one pass to warm up, within seconds."""
     import torch
 
     ids = torch.zeros((1, num_tokens), dtype=torch.long, device=next(model.parameters()).device)
-    probe = Probe(num_tokens, 0.0, 0.0)
-    for _ in range(2):
+    forward_s, backward_s = list[float](), list[float]()
+    start = time.perf_counter()
+    while len(forward_s) < 2 or (len(forward_s) < _PROBES and time.perf_counter() - start < _PROBES_S):
         began = time.perf_counter()
         total = model(input_ids=ids).logits.float().mean()
         total.item()  # waits for the device
         middle = time.perf_counter()
         total.backward()
         total.item()
-        probe = Probe(num_tokens, middle - began, time.perf_counter() - middle)
+        forward_s.append(middle - began)
+        backward_s.append(time.perf_counter() - middle)
         model.zero_grad(set_to_none=True)
-    return probe
+    return Probe(num_tokens, min(forward_s[1:]), min(backward_s[1:]))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -34,6 +36,13 @@ def test_python_prints_and_returns_the_report_of_the_command(tmp_path: Path, cap
         line for line in called.out.rstrip("\n").splitlines() if timed not in line
     ]
     assert not (tmp_path / "runs").exists()
+
+
+def test_time_of_a_step_is_of_the_shortest_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = itertools.accumulate(itertools.chain([0.5] * 7, itertools.repeat(0.125)))  # a busy machine during two passes
+    monkeypatch.setattr("polyturn.api.dry_run.time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    estimate = polyturn.train(config=write_tiny_run(tmp_path), dry_run=True).estimates["time of a step"]
+    assert "forward 0.125 s, backward 0.125 s" in estimate
 
 
 def test_settings_leave_out_the_defaults_of_optional_sections(tmp_path: Path) -> None:
