@@ -37,6 +37,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     Path("a-file").write_text("actor_rollout_ref: {}\n")
     Path("a-folder").mkdir()
+    Path("run/trajectories").mkdir(parents=True)
     return tmp_path
 
 
