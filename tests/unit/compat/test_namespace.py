@@ -20,7 +20,7 @@ from polyturn import compat
 from polyturn.compat.namespaces import VERL
 from polyturn.compat.verl import torchrun
 from polyturn.compat.verl_config.command import tell_unread_checkout
-from polyturn.core.errors import ConfigError, MissingModuleError, UnknownNameError
+from polyturn.core.errors import ConfigError, UnknownNameError
 from polyturn.infra.plugins import import_attr, import_file
 from polyturn.interactions.registry import initialize_interactions_from_config
 from polyturn.tools.registry import initialize_tools_from_config
@@ -245,7 +245,7 @@ def test_file_under_two_names_registers_once(tmp_path: Path, monkeypatch: pytest
     first, second = import_file(tmp_path / "my_registrations.py"), importlib.import_module("my_registrations")
     assert first is not second
     (tmp_path / "others.py").write_text(REGISTERS)
-    refuses(lambda: import_file(tmp_path / "others.py"), MissingModuleError, "already been registered")
+    refuses(lambda: import_file(tmp_path / "others.py"), ConfigError, "already been registered")
 
 
 OF_A_LOOP = """
@@ -264,4 +264,4 @@ for size in (1, 2):
 @pytest.mark.parametrize("registers", ["register", "things.register"])
 def test_class_of_a_loop_replaces_no_other(registers: str, tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(OF_A_LOOP.replace("REGISTER", registers))
-    refuses(lambda: import_file(tmp_path / "loop.py"), MissingModuleError, "of_a_loop", "registered")
+    refuses(lambda: import_file(tmp_path / "loop.py"), ConfigError, "of_a_loop", "registered")
